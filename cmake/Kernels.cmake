@@ -76,7 +76,9 @@ function(attnpack_add_kernels objects)
     set(tiles_optimisation ${ATTNPACK_KERNEL_OPTIMISATION})
   endif()
   set_source_files_properties(${root}/csrc/attnpack/ops/cpu/isa/prefill.cpp
-                              ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp PROPERTIES COMPILE_OPTIONS
+                              ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp
+                              ${root}/csrc/attnpack/ops/cpu/isa/linear_attention.cpp
+                              ${root}/csrc/attnpack/ops/cpu/isa/linear_attention_backward.cpp PROPERTIES COMPILE_OPTIONS
                               $<TARGET_PROPERTY:ATTNPACK_TILES_OPTIMISATION>)
   attnpack_all_isas(all)
   if(ATTNPACK_ISA_NAMES STREQUAL "native")

@@ -47,6 +47,7 @@
 #include <attnpack/ops/kv_cache_paged.h>
 #include <attnpack/ops/library.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/ops/linear_attention.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
 #include <attnpack/ops/option_list.h>

@@ -15,6 +15,7 @@
 #include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/library.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/ops/linear_attention.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
 #include <attnpack/ops/quantize.h>
@@ -285,6 +286,20 @@ std::tuple<Tensor, Tensor, Tensor> latent_project_py(const Tensor& query, const 
   return latent_project(query, latent, k_rope, kv_b, v_dim, path, options);
 }
 
+std::tuple<Tensor, Tensor> linear_attention_py(const Tensor& query, const Tensor& key, const Tensor& value,
+                                               const OptionalTensor& log_decay, const OptionalTensor& beta,
+                                               const OptionalTensor& initial_state, const OptionalTensor& kv_lens,
+                                               const OptionalTensor& cu_seqlens, std::optional<double> scale) {
+  return linear_attention_with_state(query, key, value,
+                                     LinearAttentionOptions()
+                                         .log_decay(log_decay)
+                                         .beta(beta)
+                                         .initial_state(initial_state)
+                                         .kv_lens(kv_lens)
+                                         .cu_seqlens(cu_seqlens)
+                                         .scale(scale));
+}
+
 py::dict default_rules() {
   py::dict defaults;
   ScoreRules::for_each_rule(ScoreRules(), [&](const char* name, const auto& rule) {
@@ -354,6 +369,8 @@ void register_ops(py::module_& m) {
          {"positions", "lengths", "inv_freq", "factor", "long_inv_freq", "growth", "trained_len"});
   define(m, "linear", &linear<>, {"input", "weight", "bias"});
   define(m, "linears", &linears, {"input", "weights", "biases"});
+  define(m, "linear_attention", &linear_attention_py,
+         {"query", "key", "value", "log_decay", "beta", "initial_state", "kv_lens", "cu_seqlens", "scale"});
   define(m, "rms_norm", &rms_norm, {"x", "weight", "eps"});
   define(m, "quantize_rows", &quantize_rows, {"x", "bits"});
   m.def("dequantize_rows", [](const Tensor& rows, int64_t bits, int64_t dim, at::ScalarType dtype) {

@@ -46,7 +46,7 @@ from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.norm import RMSNorm
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
-from .ops import apply_rope, attention, attention_scores, attention_varlen, merge_states
+from .ops import apply_rope, attention, attention_scores, attention_varlen, linear_attention, merge_states
 
 __all__ = [
     "CausalLM",
@@ -87,6 +87,7 @@ __all__ = [
     "checkpoints",
     "convert",
     "cpp",
+    "linear_attention",
     "merge_states",
 ]
 

@@ -234,6 +234,47 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 # ---- rotary position embedding -------------------------------------------------------
 
 
+def linear_attention(
+    query: Tensor,  # [B, Hk, L, D]
+    key: Tensor,  # [B, Hk, L, D]
+    value: Tensor,  # [B, Hv, L, Dv]
+    *,
+    log_decay: Tensor | None = None,  # [B, Hv, L] or [B, Hv, L, D], at most 0
+    beta: Tensor | None = None,  # [B, Hv, L]
+    initial_state: Tensor | None = None,  # [B, Hv, D, Dv]
+    kv_lens: Tensor | None = None,  # [B]
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention token by token: out `[B, Hv, L, Dv]` and the state after the last token, `[B, Hv, D, Dv]`.
+
+    Each token decays the state, replaces what it holds for the key by the value (with beta; else adds the value), and
+    reads it by the query. Tokens past `kv_lens` change nothing and give 0. The state has the dtype of the accumulation.
+    """
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = value.shape[1] // max(key.shape[1], 1)
+    q, k = (x.to(wide).repeat_interleave(group, dim=1) for x in (query, key))
+    v, scale = value.to(wide), query.shape[-1] ** -0.5 if scale is None else scale
+    state = q.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(wide)
+    outs = [v[:, :, :0]]
+    for t in range(q.shape[2]):
+        kept = state
+        if log_decay is not None:
+            decay = log_decay[:, :, t].to(wide).exp()
+            kept = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
+        delta = v[:, :, t]
+        if beta is not None:
+            held = (kept * k[:, :, t, :, None]).sum(dim=2)
+            delta = beta[:, :, t, None].to(wide) * (delta - held)
+        new = kept + k[:, :, t, :, None] * delta[:, :, None]
+        out = scale * (new * q[:, :, t, :, None]).sum(dim=2)
+        if kv_lens is not None:
+            valid = (t < kv_lens)[:, None, None]
+            new, out = torch.where(valid[..., None], new, state), torch.where(valid, out, torch.zeros_like(out))
+        state = new
+        outs.append(out[:, :, None])
+    return torch.cat(outs, dim=2).to(query.dtype), state
+
+
 def rope_table(
     positions: Tensor,  # [..., L]
     dim: int,

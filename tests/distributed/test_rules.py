@@ -254,6 +254,8 @@ def checks(mesh):
         ("linear, rows", lambda x, w: ops.linear(x, w), [(4, 6, 8), (12, 8)], [[ROWS], [HEADS]]),
         ("linears", lambda x, a, b: ops.linears(x, [a, b]), [(4, 6, 8), (12, 8), (4, 8)], [[BATCH], [], []]),
         ("merge_states", ops.merge_states, [(4, 4, 6, 8), (4, 4, 6)] * 2, [[HEADS]] * 4),
+        ("linear_attention, batch", recurrent, RECURRENT, [[BATCH]] * 5),
+        ("linear_attention, heads", recurrent, RECURRENT, [[HEADS], [], [HEADS], [HEADS], []]),
     ):
         cases[name] = lambda call=call, shapes=shapes, places=places: rows(mesh, call, shapes, places)
 
@@ -270,6 +272,15 @@ def checks(mesh):
     cases["dropout"] = lambda: attend_with_dropout(mesh, with_dropout)
     cases["dropout, other generators"] = lambda: dropout_of_each_rank(mesh)
     return cases | {"append elsewhere": lambda: append_elsewhere(mesh)}
+
+
+RECURRENT = [(4, 4, 6, 8), (4, 4, 6, 8), (4, 8, 6, 5), (4, 8, 6), (4, 8, 6)]
+
+
+def recurrent(query, key, value, decay, beta):
+    return attnpack.linear_attention(
+        query, key, value, log_decay=-decay.square(), beta=beta.sigmoid(), return_state=True
+    )
 
 
 def attend_with_dropout(mesh, settings):

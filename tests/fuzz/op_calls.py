@@ -413,6 +413,63 @@ def linear(pick: Random) -> Call:
     return "linears", [x, [weight, weight], [bias, bias]], right
 
 
+def recurrent_inputs(pick: Random) -> tuple[list, dict]:
+    """The tensors of linear attention, and some of its options."""
+    batch, group, heads, length = pick.randint(0, 3), pick.randint(1, 3), pick.randint(1, 2), pick.randint(0, 90)
+    dims, dtype = (pick.randint(1, 20), pick.randint(1, 20)), pick.choice(WIDE)
+    packed = pick.random() < 0.2
+    batch = 1 if packed else batch
+    query, key, value = (
+        draw(batch, h, length, d, dtype=dtype, seed=n)
+        for n, (h, d) in enumerate([(heads, dims[0]), (heads, dims[0]), (heads * group, dims[1])])
+    )
+    shape = (batch, heads * group, length)
+    strength = pick.choice([0.1, 100.0])
+    options = {"log_decay": -strength * draw(*shape, *pick.choice([(), dims[:1]]), dtype=dtype, seed=3).abs(),
+               "beta": draw(*shape, dtype=dtype, seed=4).sigmoid()}  # fmt: skip
+    options = {name: x for name, x in options.items() if pick.random() < 0.7}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, length // 3, length])
+    elif pick.random() < 0.3:
+        options["kv_lens"] = torch.tensor([pick.randint(0, length) for _ in range(batch)], dtype=torch.int32)
+    if pick.random() < 0.5:
+        options["initial_state"] = draw(2 if packed else batch, heads * group, *dims, dtype=dtype, seed=5)
+    return [query, key / dims[0] ** 0.5, value], options
+
+
+def linear_attention(pick: Random) -> Call:
+    tensors, options = recurrent_inputs(pick)
+
+    def right(result):
+        if "cu_seqlens" not in options:
+            for got, expected in zip(result, reference.linear_attention(*tensors, **options), strict=True):
+                assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+    return "linear_attention", in_order("linear_attention", *tensors, **options), right
+
+
+def linear_attention_backward(pick: Random) -> Call:
+    tensors, options = recurrent_inputs(pick)
+    out, state = torch.ops.attnpack.linear_attention(*tensors, **options)
+    grads = [draw(*out.shape, dtype=out.dtype, seed=6), pick.choice([None, draw(*state.shape, dtype=out.dtype)])]
+
+    def right(result):
+        if "cu_seqlens" in options:
+            return
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        results = reference.linear_attention(*leaves, **options)
+        known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad]
+        if not known:  # without tokens nothing depends on the inputs
+            return
+        outputs, upstream = zip(*known, strict=True)
+        expected = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        for got, x in zip(result[:3], expected, strict=True):
+            if x is not None:
+                assert_close(got, x, atol=1e-3, rtol=1e-3)
+
+    return "linear_attention_backward", in_order("linear_attention_backward", *grads, *tensors, **options), right
+
+
 def rms_norm(pick: Random) -> Call:
     x, weight = draw(pick.randint(0, 5), 9, dtype=pick.choice(WIDE)), draw(9, seed=1)
     weight = weight.to(x.dtype)
@@ -505,6 +562,6 @@ MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
-    rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states,
-    scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
+    rope_table, linear, linear_attention, linear_attention_backward, rms_norm, quantize_rows, dequantize_rows,
+    attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
 ]  # fmt: skip

@@ -42,6 +42,14 @@ def test_attention_as_torchs_own(shapes):
     assert count(lambda: attention(q, k, v, window=(1, 1)).sum().backward()) == forward + backward
 
 
+def test_linear_attention_counts_products_with_states_and_within_chunks():
+    q, v, beta = tensors((2, 2, 10, 8), (2, 4, 10, 6), (2, 4, 10), requires_grad=True)
+    plain, delta = (2 * 4 * 10 * x for x in (4 * 8 * 6 + 64 * (8 + 6), 6 * 8 * 6 + 128 * (8 + 6)))
+    assert count(lambda: attnpack.linear_attention(q, q, v)) == plain
+    assert count(lambda: attnpack.linear_attention(q, q, v, beta=beta)) == delta
+    assert count(lambda: attnpack.linear_attention(q, q, v, beta=beta).sum().backward()) == 3 * delta
+
+
 def test_a_head_map_counts_query_heads():
     q, k, v = tensors((2, 5, 3, 8), (2, 3, 7, 8), (2, 3, 7, 6))
     assert count(lambda: attention(q, k, v, head_map=[2, 0, 0, 1, 0])) == 2 * 2 * 5 * 3 * 7 * (8 + 6)

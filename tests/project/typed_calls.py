@@ -34,6 +34,9 @@ assert_type(flash.flash_attn_varlen_func(x, x, x, x, x, 4, 4, return_attn_probs=
 assert_type(flash.flash_attn_with_kvcache(x, x, x, causal=True), Tensor)
 assert_type(flash.flash_attn_with_kvcache(x, x, x, return_softmax_lse=True), tuple[Tensor, Tensor])
 assert_type(attnpack.attention_scores(x, x), Tensor)
+assert_type(attnpack.linear_attention(x, x, x, beta=x), Tensor)
+assert_type(attnpack.linear_attention(x, x, x, return_state=True), tuple[Tensor, Tensor])
+assert_type(attnpack.linear_attention(x, x, x, return_state=flag), Tensor | Pair)
 assert_type(attnpack.merge_states(x, x, x, x), tuple[Tensor, Tensor])
 attnpack.attention(x, x, x, casual=True)  # wrong
 attnpack.attention(x, x, x, return_lse=True, softcap="2")  # wrong

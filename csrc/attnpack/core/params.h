@@ -125,6 +125,45 @@ struct RmsNormParams {
   void* out;
 };
 
+// Linear attention over sequences with a state each. Tensors of the accumulation type: log_decay, beta, the states.
+struct LinearAttentionParams {
+  int64_t sequences, num_heads, num_key_heads, length, head_dim, v_head_dim;
+  DType dtype;  // of query, key, value and out
+  double scale;
+
+  const void* query;  // [batch, num_key_heads, length, head_dim]
+  const void* key;    // as query
+  const void* value;  // [batch, num_heads, length, v_head_dim]
+  Strides query_strides, key_strides, value_strides;
+  const void* log_decay;  // [batch, num_heads, length], or per channel [batch, num_heads, length, head_dim], or null
+  Strides log_decay_strides;
+  bool per_channel;
+  const void* beta;  // [batch, num_heads, length] or null: no delta rule
+  Strides beta_strides;
+  const void* initial_state;  // [sequences, num_heads, head_dim, v_head_dim], contiguous, or null: zeros
+
+  // Packed sequences stand one after the other in a batch of one: sequence n has the tokens ends[n] to ends[n + 1].
+  // Otherwise sequence n is row n of the batch, with kv_lens[n] tokens, or `length` where kv_lens is null.
+  const int64_t* ends;     // [sequences + 1] or null
+  const int64_t* kv_lens;  // [sequences] or null
+
+  void* out;  // [batch, num_heads, length, v_head_dim]
+  Strides out_strides;
+  void* state;               // as initial_state
+  int32_t* positive_decays;  // becomes 1 where a log decay is above 0
+};
+
+// All gradients are of the accumulation type and contiguous. Those of query and key are the sums over a key head's
+// value heads.
+struct LinearAttentionBackwardParams {
+  LinearAttentionParams forward;  // out and state are not read
+  const void* grad_out;           // as out
+  Strides grad_out_strides;
+  const void* grad_state;  // as state, or null
+  void *grad_query, *grad_key, *grad_value;
+  void *grad_log_decay, *grad_beta, *grad_initial_state;  // or null
+};
+
 // A range of keys or queries.
 struct Range {
   int64_t begin, end;

@@ -90,11 +90,29 @@ def linears_flops(input: Shape, weights: Sequence[Shape], *_, **__) -> int:
     return sum(linear_flops(input, weight) for weight in weights)
 
 
+def linear_attention_flops(query: Shape, key: Shape, value: Shape, *given: Shape | None, out_shape: object = None,
+                           **by_name: object) -> int:  # fmt: skip
+    """FLOPs of linear attention in chunks of 64 tokens: three products with the states (two without beta), and those of
+    the tokens of a chunk with each other, of which half are left out."""
+    tokens, widths = prod(value[:3]), query[3] + value[3]
+    with_beta = by_name.get("beta", given[1] if len(given) > 1 else None) is not None
+    parts = 3 if with_beta else 2
+    return tokens * (2 * parts * query[3] * value[3] + 64 * (parts - 1) * widths)
+
+
+def linear_attention_backward_flops(grad_out: Shape, grad_state: Shape | None, *given: Shape | None,
+                                    out_shape: object = None, **by_name: object) -> int:  # fmt: skip
+    """FLOPs of its backward pass: each product of the forward pass has two gradients."""
+    return 2 * linear_attention_flops(*given, **by_name)
+
+
 def _register(counter: ModuleType) -> None:
     ops = torch.ops.attnpack
     for op, formula in (
         (ops.attention, attention_flops),
         (ops.attention_backward, attention_backward_flops),
+        (ops.linear_attention, linear_attention_flops),
+        (ops.linear_attention_backward, linear_attention_backward_flops),
         (ops.linear, linear_flops),
         (ops.linears, linears_flops),
     ):

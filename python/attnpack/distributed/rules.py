@@ -148,6 +148,28 @@ def _varlen_ways(given: Given, heads: tuple[str, ...]) -> Iterator[dict[str, Pla
         yield {name: Shard(1) for name in heads} | {"sinks": Shard(0), "alibi_slopes": Shard(0)}
 
 
+_RECURRENT_HEADS = ("query", "key", "value", "log_decay", "beta", "initial_state")
+
+
+def _recurrent_ways(given: Given, others: tuple[str, ...] = ()) -> Iterator[tuple[int, dict[str, Placement]]]:
+    """(dim, placements of the inputs) for a share of the batch, if sequences are not packed, and of the heads."""
+    if given["cu_seqlens"] is None:
+        yield 0, {name: Shard(0) for name in (*_RECURRENT_HEADS, *others, "kv_lens")}
+    if _divides(given["query"].shape[1], given["query"]):
+        yield 1, {name: Shard(1) for name in (*_RECURRENT_HEADS, *others)}
+
+
+def _recurrent_forward_ways(given: Given) -> Iterator[Way]:
+    for dim, places in _recurrent_ways(given):
+        yield [Shard(dim), Shard(dim)], places
+
+
+def _recurrent_backward_ways(given: Given) -> Iterator[Way]:
+    for dim, places in _recurrent_ways(given, ("grad_out", "grad_state")):
+        # A gradient of an argument that is not given is empty.
+        yield [Shard(dim) if given[name] is not None else Replicate() for name in _RECURRENT_HEADS], places
+
+
 def _row_ways(given: Given) -> Iterator[Way]:
     """x [..., dim] of an op that treats each row alike: all dims but the last may be shared."""
     x = given["x"]
@@ -275,6 +297,8 @@ _WAYS: dict[torch._ops.OpOverload, Callable[[Given], Iterator[Way]]] = {
     _OPS.attention_quantized.default: _forward_ways,
     _OPS.attention_varlen.default: _varlen_forward_ways,
     _OPS.attention_varlen_backward.default: _varlen_backward_ways,
+    _OPS.linear_attention.default: _recurrent_forward_ways,
+    _OPS.linear_attention_backward.default: _recurrent_backward_ways,
     _OPS.rms_norm.default: _row_ways,
     _OPS.null.default: _row_ways,
     _OPS.quantize_rows.default: _row_ways,

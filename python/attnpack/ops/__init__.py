@@ -33,6 +33,7 @@ from .positions import (
     sinusoidal_positions,
     with_native_rope,
 )
+from .recurrent import linear_attention
 from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
 
@@ -66,6 +67,7 @@ __all__ = [
     "latent_attend",
     "latent_attend_by",
     "linear",
+    "linear_attention",
     "linears",
     "merge_states",
     "name_entries",

@@ -85,6 +85,7 @@ def refuse(**given: Any) -> None:
         "key_block": "the keys of packed sequences have no numbers of their own",
         "kv_lens": "nested tensors hold their lengths",
         "lengths": "nested tensors hold their lengths",
+        "cu_seqlens": "nested tensors hold their lengths",
         "context_lens": "nested tensors hold their lengths",
         "context_mask": "it wants padded tensors",
         "source_lens": "nested tensors hold their lengths",
@@ -114,7 +115,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # [B, Hq, L*, Dv], lse [B, Hq, L*]
     """`attnpack.attention` of jagged nested tensors: one call per sequence, with q_offset as given."""
     refuse(mask=mask, **{name: rules.get(name) for name in _UNNESTED if name != "key_block"})
-    heads = {name: _by_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+    heads = {name: by_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name in ("key", "value"):
         if heads[name].size(0) != heads["query"].size(0):
             raise ValueError(
@@ -130,9 +131,9 @@ def attention(
     return (out, like(lse.transpose(0, 1), heads["query"]).transpose(1, 2)) if return_lse else out
 
 
-def _by_rows(name: str, x: Tensor) -> Tensor:
-    """A jagged [B, H, L*, D] as [B, L*, H, D]."""
-    if is_nested(x) and x.layout == torch.jagged and (x.dim() != 4 or x._ragged_idx != 2):
+def by_rows(name: str, x: Tensor) -> Tensor:
+    """A jagged [B, H, L*, D] as [B, L*, H, D]; without D too."""
+    if is_nested(x) and x.layout == torch.jagged and (x.dim() not in (3, 4) or x._ragged_idx != 2):
         raise ValueError(
             f"attnpack: {name} has the shape {_shape(x)}, wants [batch, heads, L*, head_dim]: build it from sequences "
             "[length, heads, head_dim], and transpose(1, 2)"

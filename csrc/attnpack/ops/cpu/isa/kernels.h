@@ -35,6 +35,13 @@ struct Kernels {
   size_t (*linear_scratch)(const LinearParams&);
   void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
 
+  // A value head of a sequence of linear attention, and the gradients of the value heads of a key head.
+  size_t (*linear_attention_scratch)(const LinearAttentionParams&);
+  void (*linear_attention)(const LinearAttentionParams&, int64_t sequence, int64_t head, void* scratch);
+  size_t (*linear_attention_backward_scratch)(const LinearAttentionBackwardParams&);
+  void (*linear_attention_backward)(const LinearAttentionBackwardParams&, int64_t sequence, int64_t key_head,
+                                    void* scratch);
+
   void (*rms_norm_rows)(const RmsNormParams&, Range rows);
 
   // scratch: a float for each number of a row.
@@ -89,24 +96,28 @@ constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
 // Row width of grad_query_sums: whole panels of the matrix product in every instruction set.
 constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
-#define ATTNPACK_DECLARE_ISA(isa)                                                    \
-  namespace isa {                                                                    \
-  size_t prefill_scratch(const AttentionParams&);                                    \
-  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);              \
-  size_t decode_scratch(const AttentionParams&);                                     \
-  void decode(const AttentionParams&, int64_t, Range, Range, void* const*, void*);   \
-  void merge(const AttentionParams&, int64_t, int64_t, Range, const void*, int64_t); \
-  size_t backward_scratch(const AttentionParams&);                                   \
-  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);     \
-  size_t linear_scratch(const LinearParams&);                                        \
-  void linear_rows(const LinearParams&, Range, void*);                               \
-  void rms_norm_rows(const RmsNormParams&, Range);                                   \
-  void quantize_rows(const QuantizeParams&, Range, void*);                           \
-  void dequantize_rows(const QuantizeParams&, Range, void*);                         \
-  void rotate_rows(const QuantizeParams&, Range);                                    \
-  double multiply_adds(int64_t, float*);                                             \
-  double pair_multiply_adds(int64_t, float*);                                        \
-  void read_through(const float*, int64_t, float*);                                  \
+#define ATTNPACK_DECLARE_ISA(isa)                                                                \
+  namespace isa {                                                                                \
+  size_t prefill_scratch(const AttentionParams&);                                                \
+  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);                          \
+  size_t decode_scratch(const AttentionParams&);                                                 \
+  void decode(const AttentionParams&, int64_t, Range, Range, void* const*, void*);               \
+  void merge(const AttentionParams&, int64_t, int64_t, Range, const void*, int64_t);             \
+  size_t backward_scratch(const AttentionParams&);                                               \
+  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);                 \
+  size_t linear_scratch(const LinearParams&);                                                    \
+  void linear_rows(const LinearParams&, Range, void*);                                           \
+  size_t linear_attention_scratch(const LinearAttentionParams&);                                 \
+  void linear_attention(const LinearAttentionParams&, int64_t, int64_t, void*);                  \
+  size_t linear_attention_backward_scratch(const LinearAttentionBackwardParams&);                \
+  void linear_attention_backward(const LinearAttentionBackwardParams&, int64_t, int64_t, void*); \
+  void rms_norm_rows(const RmsNormParams&, Range);                                               \
+  void quantize_rows(const QuantizeParams&, Range, void*);                                       \
+  void dequantize_rows(const QuantizeParams&, Range, void*);                                     \
+  void rotate_rows(const QuantizeParams&, Range);                                                \
+  double multiply_adds(int64_t, float*);                                                         \
+  double pair_multiply_adds(int64_t, float*);                                                    \
+  void read_through(const float*, int64_t, float*);                                              \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)

@@ -1,0 +1,115 @@
+"""Speed of linear attention with the gated delta rule, in one run beside transformers' torch code: prefill, training
+and decode steps.
+
+Prefill and training are shares of the CPU's peak of fused multiply-adds in fp32, measured before and after. They count
+6 D Dv + 128 (D + Dv) operations per token and value head, twice that for the backward pass. A decode step is
+compared with a copy of its states, which reads and writes the same bytes. All calls of a round are timed in turn, and
+the least time counts.
+"""
+
+import argparse
+
+import attnpack
+import torch
+from attnpack import _C
+from attnpack.tools.bench import conditions
+from packed import DTYPES, measure
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
+
+
+def draw(batch: int, heads: int, length: int, width: int, dtype: torch.dtype, per_channel: bool) -> dict:
+    """Tensors of a layer: keys of length 1, and decays near 1. [B, L, H, ...] underneath, as projections give them."""
+
+    def heads_outside(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, length, heads, *shape).to(dtype).transpose(1, 2)
+
+    return {
+        "query": heads_outside(width), "key": torch.nn.functional.normalize(heads_outside(width), dim=-1),
+        "value": heads_outside(width), "beta": heads_outside().sigmoid(),
+        "log_decay": -0.1 * heads_outside(*[width] * per_channel).float().abs(),
+    }  # fmt: skip
+
+
+def ours(x: dict, state: torch.Tensor | None = None) -> tuple:
+    return attnpack.linear_attention(x["query"], x["key"], x["value"], log_decay=x["log_decay"], beta=x["beta"],
+                                     initial_state=state, return_state=True)  # fmt: skip
+
+
+def theirs(function, x: dict, state: torch.Tensor | None = None) -> tuple:
+    rows = {name: t.transpose(1, 2) for name, t in x.items()}
+    return function(rows["query"], rows["key"], rows["value"], rows["log_decay"], rows["beta"], initial_state=state,
+                    output_final_state=True)  # fmt: skip
+
+
+def with_gradients(call, x: dict) -> None:
+    with torch.enable_grad():
+        leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+        call(leaves)[0].float().sum().backward()
+
+
+def peak() -> float:
+    return max(_C.limits()[0], 1.0)
+
+
+def time_sequences(args: argparse.Namespace) -> None:
+    work = args.batch * args.heads * args.length * (6 * args.width**2 + 256 * args.width)
+    print(f"{args.length:,} tokens, {args.heads} heads of {args.width}, {torch.get_num_threads()} threads")
+    for name, dtype in DTYPES.items():
+        x = draw(args.batch, args.heads, args.length, args.width, dtype, per_channel=False)
+        channels = draw(args.batch, args.heads, args.length, args.width, dtype, per_channel=True)
+        chunked = lambda t: theirs(torch_chunk_gated_delta_rule, t)  # noqa: E731
+        calls = {
+            "prefill": lambda: ours(x),  # noqa: B023
+            "prefill, decay per channel": lambda: ours(channels),  # noqa: B023
+            "prefill, transformers": lambda: chunked(x),  # noqa: B023
+            "training": lambda: with_gradients(ours, x),  # noqa: B023
+            "training, decay per channel": lambda: with_gradients(ours, channels),  # noqa: B023
+            "training, transformers": lambda: with_gradients(chunked, x),  # noqa: B023
+        }
+        limit = peak()
+        times = {call: min(found) for call, found in measure(calls, args.rounds).items()}
+        limit = max(limit, peak())
+        for call, seconds in times.items():
+            share = work * (3 if call.startswith("training") else 1) / seconds / limit
+            print(f"{name:>5} {call:>28}: {seconds * 1e3:8.2f} ms, {share:4.0%} of {limit / 1e9:.0f} GFLOP/s")
+        prefill, training = (times[f"{call}, transformers"] / times[call] for call in ("prefill", "training"))
+        print(f"{name:>5} transformers / ours: prefill {prefill:.1f}, training {training:.1f}", flush=True)
+
+
+def time_steps(args: argparse.Namespace) -> None:
+    for batch in (1, args.sequences):
+        heads = 32
+        x = draw(batch, heads, 1, args.width, torch.float32, per_channel=False)
+        state = torch.randn(batch, heads, args.width, args.width)
+        calls = {
+            "step": lambda: ours(x, state),  # noqa: B023
+            "copy": lambda: state.clone(),  # noqa: B023
+            "transformers": lambda: theirs(torch_recurrent_gated_delta_rule, x, state),  # noqa: B023
+        }
+        times = {call: min(found) for call, found in measure(calls, args.rounds).items()}
+        print(f"decode of {batch} sequences, {heads} heads of {args.width}, states {state.nbytes / 2**20:.0f} MiB: "
+              + ", ".join(f"{call} {seconds * 1e3:.3f} ms" for call, seconds in times.items())
+              + f"; step / copy {times['step'] / times['copy']:.2f}, transformers / step "
+              f"{times['transformers'] / times['step']:.1f}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, default=64, help="of the larger decode step")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f"on {conditions()}")
+    time_sequences(args)
+    with torch.no_grad():
+        time_steps(args)
+
+
+if __name__ == "__main__":
+    main()

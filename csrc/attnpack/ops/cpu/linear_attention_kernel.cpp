@@ -1,0 +1,159 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/threads.h>
+#include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/linear_attention_arguments.h>
+#include <attnpack/ops/detail/read_numbers.h>
+#include <attnpack/ops/detail/schema.h>
+
+#include <limits>
+
+namespace attnpack {
+namespace {
+
+// The kernels' params, and the tensors and lengths that they point to.
+struct PreparedRecurrence {
+  LinearAttentionParams params{};
+  Tensor query, key, value, log_decay, beta, initial_state;
+  std::vector<int64_t> ends, lens;
+  int32_t positive_decays = 0;
+  double work = 0;  // multiply-adds with the states
+
+  PreparedRecurrence(const Tensor& q, const Tensor& k, const Tensor& v, const LinearAttentionArguments& args)
+      : query(unit_last_stride(q)), key(unit_last_stride(k)), value(unit_last_stride(v)) {
+    const auto wide = accumulation_type(q);
+    LinearAttentionParams& p = params;
+    p.num_heads = v.size(1);
+    p.num_key_heads = q.size(1);
+    p.length = q.size(2);
+    p.head_dim = q.size(3);
+    p.v_head_dim = v.size(3);
+    p.dtype = kernel_dtype(q.scalar_type());
+    p.scale = linear_scale(q, args);
+    p.query = query.const_data_ptr();
+    p.key = key.const_data_ptr();
+    p.value = value.const_data_ptr();
+    p.query_strides = kernel_strides(query);
+    p.key_strides = kernel_strides(key);
+    p.value_strides = kernel_strides(value);
+    const auto strides = [](const Tensor& x) { return Strides{x.stride(0), x.stride(1), x.stride(2), 1}; };
+    if (args.log_decay) {
+      log_decay = args.log_decay->to(wide);
+      p.per_channel = log_decay.dim() == 4;
+      if (p.per_channel) log_decay = unit_last_stride(log_decay);
+      p.log_decay = log_decay.const_data_ptr();
+      p.log_decay_strides = strides(log_decay);
+      p.positive_decays = &positive_decays;
+    }
+    if (args.beta) {
+      beta = args.beta->to(wide);
+      p.beta = beta.const_data_ptr();
+      p.beta_strides = strides(beta);
+    }
+    if (args.initial_state) {
+      initial_state = args.initial_state->to(wide).contiguous();
+      p.initial_state = initial_state.const_data_ptr();
+    }
+    if (args.cu_seqlens) {
+      ends = read_sequence_ends(q, args);
+      p.ends = ends.data();
+    }
+    if (args.kv_lens) {
+      lens = read_numbers(*args.kv_lens);
+      for (size_t b = 0; b < lens.size(); ++b)
+        ATTNPACK_CHECK(lens[b] >= 0 && lens[b] <= p.length, "kv_lens[", b, "]: got ", lens[b], ", want 0 to ", p.length,
+                       ", the tokens of query");
+      p.kv_lens = lens.data();
+    }
+    p.sequences = args.cu_seqlens ? static_cast<int64_t>(ends.size()) - 1 : q.size(0);
+    work = static_cast<double>(q.size(0)) * static_cast<double>(p.num_heads * p.length * p.head_dim * p.v_head_dim) * 3;
+  }
+
+  bool has_padding() const {
+    return std::any_of(lens.begin(), lens.end(), [&](int64_t length) { return length < params.length; });
+  }
+};
+
+// Raises for the largest log decay of a valid token.
+[[noreturn]] void refuse_positive(const PreparedRecurrence& call) {
+  double most = 0;
+  for (int64_t b = 0; b < call.log_decay.size(0); ++b) {
+    const int64_t valid = call.lens.empty() ? call.params.length : call.lens[b];
+    if (valid > 0) most = std::max(most, call.log_decay[b].narrow(1, 0, valid).nan_to_num(0).max().item<double>());
+  }
+  ATTNPACK_CHECK(false, "log_decay: got ", most,
+                 ", want at most 0, the log of what is kept of the state: pass the log ",
+                 "of a decay, such as -softplus(x)");
+  std::abort();
+}
+
+LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const LinearAttentionArguments& args) {
+  check_linear_attention(query, key, value, args);
+  PreparedRecurrence call(query, key, value, args);
+  LinearAttentionParams& p = call.params;
+  const auto wide = query.options().dtype(accumulation_type(query));
+  const Tensor out = empty_laid_as(query, linear_out_shape(query, value), query.options());
+  const Tensor state = at::empty_symint(linear_state_shape(query, value, args), wide);
+  if (call.has_padding() || p.head_dim == 0) out.zero_();
+  if (p.head_dim == 0 || p.v_head_dim == 0) return {out, state};
+  p.out = out.mutable_data_ptr();
+  p.out_strides = kernel_strides(out);
+  p.state = state.mutable_data_ptr();
+  const Kernels& kernels = kernels_in_use();
+  for_each_unit(p.sequences * p.num_heads, call.work, kernels.linear_attention_scratch(p),
+                [&](int64_t unit, void* scratch) {
+                  kernels.linear_attention(p, unit / p.num_heads, unit % p.num_heads, scratch);
+                });
+  if (call.positive_decays) refuse_positive(call);
+  return {out, state};
+}
+
+LinearAttentionGradients linear_attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_state,
+                                                       const Tensor& query, const Tensor& key, const Tensor& value,
+                                                       const LinearAttentionArguments& args) {
+  check_linear_attention_backward(grad_out, grad_state, query, key, value, args);
+  PreparedRecurrence call(query, key, value, args);
+  const LinearAttentionParams& p = call.params;
+  const auto wide = query.options().dtype(accumulation_type(query));
+  const bool zeros = call.has_padding() || p.head_dim == 0 || p.v_head_dim == 0;
+  const auto gradient = [&](const std::optional<Tensor>& x) {
+    return !x ? Tensor() : zeros ? at::zeros(x->sizes(), wide) : at::empty(x->sizes(), wide);
+  };
+  const Tensor q = gradient(query), k = gradient(key), v = gradient(value), g = gradient(args.log_decay),
+               b = gradient(args.beta), s = gradient(args.initial_state);
+  if (p.head_dim > 0 && p.v_head_dim > 0) {
+    const Tensor upstream = unit_last_stride(grad_out.to(query.scalar_type()));
+    const Tensor last = grad_state ? grad_state->to(wide.dtype()).contiguous() : Tensor();
+    const auto data = [](const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : nullptr; };
+    LinearAttentionBackwardParams bp{};
+    bp.forward = p;
+    bp.forward.positive_decays = nullptr;
+    bp.grad_out = upstream.const_data_ptr();
+    bp.grad_out_strides = kernel_strides(upstream);
+    bp.grad_state = last.defined() ? last.const_data_ptr() : nullptr;
+    bp.grad_query = data(q), bp.grad_key = data(k), bp.grad_value = data(v);
+    bp.grad_log_decay = data(g), bp.grad_beta = data(b), bp.grad_initial_state = data(s);
+    const Kernels& kernels = kernels_in_use();
+    for_each_unit(p.sequences * p.num_key_heads, call.work, kernels.linear_attention_backward_scratch(bp),
+                  [&](int64_t unit, void* scratch) {
+                    kernels.linear_attention_backward(bp, unit / p.num_key_heads, unit % p.num_key_heads, scratch);
+                  });
+  }
+  const auto rounded = [&](const Tensor& x, const std::optional<Tensor>& like) {
+    return like ? x.to(like->scalar_type()) : at::empty({0}, query.options());
+  };
+  return {laid_as(query, rounded(q, query)), laid_as(key, rounded(k, key)), laid_as(value, rounded(v, value)),
+          rounded(g, args.log_decay),        rounded(b, args.beta),         rounded(s, args.initial_state)};
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("linear_attention", attnpack::from_schema<attnpack::linear_attention_cpu>);
+  m.impl("linear_attention_backward", attnpack::from_schema<attnpack::linear_attention_backward_cpu>);
+}
