@@ -43,7 +43,7 @@ class LinearHead {
       c_.load_tokens(of_, begin, smaller(kChunk, of_.count - begin));
       load_values(begin);
       if (c_.is_finite() && all_finite(w_.value, ld_, c_.count, ld_))
-        advance();
+        advance(begin);
       else
         for (int64_t t = 0; t < c_.count; ++t) step(t, w_.state, ld_, w_.state, ld_);
       store_out(begin);
@@ -66,7 +66,8 @@ class LinearHead {
   }
 
   // A whole chunk, by matrix products.
-  void advance() {
+  void advance(int64_t begin) {
+    RowFetcher next = next_rows(p_, of_, begin);
     c_.apply_decays();
     c_.compute_scores(true, p_.beta);
     const int64_t count = c_.count, dim = p_.head_dim, width = p_.v_head_dim;
@@ -81,13 +82,14 @@ class LinearHead {
       c_.solve(w_.deltas, nullptr);
       deltas = w_.deltas;
     }
-    multiply(count, width, dim, by_rows(c_.query_decayed, c_.key_ld), below(w_.state, ld_), w_.out, ld_, false);
-    c_.for_each_block([&](int64_t begin, int64_t end) {
-      multiply(end - begin, width, end, by_rows(c_.probs + begin * c_.score_ld, c_.score_ld), below(deltas, ld_),
-               w_.out + begin * ld_, ld_, true);
+    multiply(count, width, dim, by_rows(c_.query_decayed, c_.key_ld), below(w_.state, ld_), w_.out, ld_, false,
+             {&next});
+    c_.for_each_block([&](int64_t first, int64_t end) {
+      multiply(end - first, width, end, by_rows(c_.probs + first * c_.score_ld, c_.score_ld), below(deltas, ld_),
+               w_.out + first * ld_, ld_, true);
     });
     if (p_.log_decay) decay_state(c_.whole_decay, dim, width, w_.state, ld_);
-    multiply(dim, width, count, transposed(c_.key_left, c_.key_ld), below(deltas, ld_), w_.state, ld_, true);
+    multiply(dim, width, count, transposed(c_.key_left, c_.key_ld), below(deltas, ld_), w_.state, ld_, true, {&next});
   }
 
   // Token t of the chunk, by the recurrence. The state is read for its products with k, if there are any, and then once

@@ -22,17 +22,49 @@ constexpr int64_t row_stride(int64_t columns) {
   return padded<A>(columns) + kLanes<A>;
 }
 
+// Prefetches rows of tensors into the L2 cache, one at each call: products call it while they run.
+class RowFetcher {
+ public:
+  void add(const void* base, const Strides& strides, int64_t element, int64_t b, int64_t head, int64_t first,
+           int64_t count, int64_t columns) {
+    const char* const from = static_cast<const char*>(base);
+    lists_[size_++] = {from + (b * strides.batch + head * strides.head + first * strides.row) * element,
+                       strides.row * element, count, columns * element};
+  }
+  [[gnu::always_inline]] void fetch_one() {
+    if (next_ == size_) return;
+    List& list = lists_[next_];
+    if (list.count-- <= 0) return void(++next_);
+    for (int64_t i = 0; i < list.bytes; i += kLine) fetch(list.row + i);
+    list.row += list.stride;
+  }
+
+ private:
+  struct List {
+    const char* row;
+    int64_t stride, count, bytes;
+  };
+  List lists_[4];
+  int size_ = 0, next_ = 0;
+};
+struct FetchRows {
+  RowFetcher* rows = nullptr;
+  void operator()() const {
+    if (rows) rows->fetch_one();
+  }
+};
+
 // C (+)= A B. Where 2 rows would be left after whole register tiles of 6, two tiles of 4 take the last 8.
 template <class A>
 void multiply(int64_t rows, int64_t columns, int64_t depth, Operand<A> left, const Panels<A>& right, A* to, int64_t ld,
-              bool accumulate) {
+              bool accumulate, FetchRows meanwhile = {}) {
   const auto some = [&](int64_t begin, int64_t end) {
     gemm<A, A, SideWork::kNothing>(end - begin, columns, depth, {left.data + begin * left.row, left.row, left.column},
-                                   right, to + begin * ld, ld, accumulate, kDepth, Nothing());
+                                   right, to + begin * ld, ld, accumulate, kDepth, meanwhile);
   };
-  const int64_t rest = rows > kTileRows && rows % kTileRows == 2 ? 2 + kTileRows : 0;
-  some(0, rest % 4 == 0 ? rows - rest : rows);
-  if (rest && rest % 4 == 0) some(rows - rest, rows);
+  const int64_t last = kTileRows == 6 && rows > kTileRows && rows % kTileRows == 2 ? 8 : 0;
+  some(0, rows - last);
+  if (last) some(rows - last, rows);
 }
 
 template <class A>
@@ -79,6 +111,19 @@ struct LinearSequence {
     return (number * p.num_heads + head) * p.head_dim * p.v_head_dim;
   }
 };
+
+inline int64_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+// The rows of query, key and value that follow a chunk which begins at token `begin`.
+inline RowFetcher next_rows(const LinearAttentionParams& p, const LinearSequence& of, int64_t begin) {
+  RowFetcher rows;
+  const int64_t first = of.first + begin + kChunk, count = smaller(of.count - begin - kChunk, kChunk);
+  const int64_t element = element_size(p.dtype);
+  rows.add(p.query, p.query_strides, element, of.b, of.key_head, first, count, p.head_dim);
+  rows.add(p.key, p.key_strides, element, of.b, of.key_head, first, count, p.head_dim);
+  rows.add(p.value, p.value_strides, element, of.b, of.head, first, count, p.v_head_dim);
+  return rows;
+}
 
 inline int64_t most_tokens(const LinearAttentionParams& p) {
   if (!p.ends) return p.length;
@@ -201,6 +246,7 @@ class Chunk {
   // query_decayed, key_decayed, key_left and whole_decay.
   void apply_decays() {
     if (!p.log_decay) return each_channel([&](int64_t c) { store<A>(whole_decay + c, broadcast(A(1))); });
+    if (!p.per_channel) return apply_decays_per_head();
     each_channel([&](int64_t c) {
       Vec<A> product = broadcast(A(1));
       for (int64_t t = 0; t < count; ++t) {
@@ -237,7 +283,6 @@ class Chunk {
           if (with_probs) store<A>(prob, kept == 0 ? none : load<A>(prob) * kept);
           if (with_overlaps) store<A>(overlap, kept == 0 ? none : load<A>(overlap) * -kept);
         });
-        if (with_overlaps) overlaps[t * score_ld + t] = 0;
       }
     });
   }
@@ -317,6 +362,23 @@ class Chunk {
   }
 
  private:
+  void apply_decays_per_head() {
+    A product = 1;
+    for (int64_t t = 0; t < count; ++t) {
+      product *= decay[t];
+      each_channel([&](int64_t c) {
+        store<A>(query_decayed + t * key_ld + c, product * load_at(query, t, c));
+        store<A>(key_decayed + t * key_ld + c, product * load_at(key, t, c));
+      });
+    }
+    each_channel([&](int64_t c) { store<A>(whole_decay + c, broadcast(product)); });
+    product = 1;
+    for (int64_t t = count - 1; t >= 0; --t) {
+      each_channel([&](int64_t c) { store<A>(key_left + t * key_ld + c, product * load_at(key, t, c)); });
+      product *= decay[t];
+    }
+  }
+
   static constexpr int kGroup = 4;  // vectors of a row that are summed up together
 
   template <int Count>
