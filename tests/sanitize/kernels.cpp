@@ -401,6 +401,62 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
   }
 }
 
+// Linear attention: out and state are linear in the values and the initial state, so the products of these with their
+// gradients add up to those of the results with theirs.
+void recurrent(const char* isa, const Kernels& kernels, int64_t n) {
+  LinearAttentionBackwardParams bp{};
+  LinearAttentionParams& p = bp.forward;
+  const int64_t group = pick(1, 2);
+  p.sequences = pick(1, 2), p.num_key_heads = pick(1, 2), p.num_heads = group * p.num_key_heads;
+  p.length = kSizes[pick(0, 9)], p.head_dim = kSizes[pick(0, 7)], p.v_head_dim = kSizes[pick(0, 7)];
+  p.dtype = static_cast<DType>(pick(0, 3)), p.scale = 0.5, p.per_channel = n % 3 == 0;
+  const DType wide = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const size_t w = width(p.dtype), aw = width(wide);
+  const int64_t rows = p.sequences * p.num_heads * p.length, key_rows = rows / group, dim = p.head_dim;
+  const int64_t values = rows * p.v_head_dim, states = p.sequences * p.num_heads * dim * p.v_head_dim;
+  const int64_t decays = rows * (p.per_channel ? dim : 1);
+  Guarded q(key_rows * dim * w), k(key_rows * dim * w), v(values * w), grad_out(values * w), out(values * w);
+  Guarded first(states * aw), state(states * aw), grad_state(states * aw), decay(decays * aw), beta(rows * aw);
+  for (auto* g : {&q, &k, &v, &grad_out}) fill(*g, p.dtype);
+  for (auto* g : {&first, &grad_state, &decay}) fill(*g, wide);
+  for (int64_t i = 0; i < decays; ++i) put(decay.data(), wide, i, -std::fabs(get(decay.data(), wide, i)));
+  for (int64_t i = 0; i < rows; ++i) put(beta.data(), wide, i, 0.4 / static_cast<double>(dim));  // stays stable
+  const auto strides = [&](int64_t heads, int64_t columns) {
+    return Strides{heads * p.length * columns, p.length * columns, columns, 1};
+  };
+  p.query = q.data(), p.key = k.data(), p.value = v.data(), p.out = out.data(), p.state = state.data();
+  p.query_strides = p.key_strides = strides(p.num_key_heads, dim);
+  p.value_strides = p.out_strides = bp.grad_out_strides = strides(p.num_heads, p.v_head_dim);
+  p.log_decay = n % 4 ? decay.data() : nullptr, p.per_channel &= p.log_decay != nullptr;
+  p.log_decay_strides = strides(p.num_heads, p.per_channel ? dim : 1);
+  p.beta = n % 5 ? beta.data() : nullptr, p.beta_strides = strides(p.num_heads, 1);
+  p.initial_state = first.data();
+  Guarded scratch((kernels.linear_attention_scratch(p) + 63) / 64 * 64);
+  for (int64_t b = 0; b < p.sequences; ++b)
+    for (int64_t h = 0; h < p.num_heads; ++h) kernels.linear_attention(p, b, h, scratch.data());
+
+  Guarded dq(key_rows * dim * aw), dk(key_rows * dim * aw), dv(values * aw), dg(decays * aw), db(rows * aw);
+  Guarded ds(states * aw);
+  bp.grad_out = grad_out.data(), bp.grad_state = grad_state.data(), bp.grad_query = dq.data();
+  bp.grad_key = dk.data(), bp.grad_value = dv.data(), bp.grad_initial_state = ds.data();
+  bp.grad_log_decay = p.log_decay ? dg.data() : nullptr, bp.grad_beta = p.beta ? db.data() : nullptr;
+  Guarded more((kernels.linear_attention_backward_scratch(bp) + 63) / 64 * 64);
+  for (int64_t b = 0; b < p.sequences; ++b)
+    for (int64_t h = 0; h < p.num_key_heads; ++h) kernels.linear_attention_backward(bp, b, h, more.data());
+  double difference = 0, size = 0;
+  const auto add = [&](void* a, DType of_a, void* b, DType of_b, int64_t count, double sign) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double product = get(a, of_a, i) * get(b, of_b, i);
+      difference += sign * product, size += std::fabs(product);
+    }
+  };
+  add(out.data(), p.dtype, grad_out.data(), p.dtype, values, 1);
+  add(state.data(), wide, grad_state.data(), wide, states, 1);
+  add(v.data(), p.dtype, dv.data(), wide, values, -1);
+  add(first.data(), wide, ds.data(), wide, states, -1);
+  expect(std::fabs(difference) <= (w == 2 ? 1e-2 : 1e-4) * size, isa, "linear attention", n);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -413,6 +469,7 @@ int main(int count, char** arguments) {
     for (int64_t n = 0; n < problems; ++n) {
       attend(isa.name, isa.kernels, n);
       few_rows(isa.name, isa.kernels, n);
+      recurrent(isa.name, isa.kernels, n);
     }
     std::printf("%s: %lld problems\n", isa.name, static_cast<long long>(problems));
   }
