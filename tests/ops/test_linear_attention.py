@@ -342,6 +342,7 @@ WRONG = {
     r"query: got \[2, 37, 8\], want 4 dimensions": dict(query=X[:, 0]),
     r"query: got Long, want float64, float32, bfloat16 or float16": dict(query=X.long()),
     r"log_decay: got 0.5, want at most 0, the log of what is kept of the state": dict(log_decay=G + 0.5),
+    r"log_decay: got 0.25, want at most 0": dict(log_decay=torch.eye(8)[0].expand(2, 4, 37, 8) / 4),
     r"beta is 3 \(int\), wants a float tensor \[batch, heads, length\], or None": dict(beta=3),
 }
 
