@@ -3,11 +3,11 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
 #include <attnpack/ops/detail/read_numbers.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/threads/threads.h>
 
 #include <limits>
 
