@@ -97,6 +97,7 @@ struct FeedForwardOptions;
 struct FromHfOptions;
 struct GenerateOptions;
 struct LayerSettings;
+struct LinearAttentionOptions;
 struct LinearOptions;
 struct LoadResult;
 struct MixtureOfExpertsOptions;
