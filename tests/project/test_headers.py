@@ -7,28 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from private_headers import is_private
 from processes import ROOT, TORCH_DIR, needs, run_program
 
 # The reader of the documentation site. Its folder needs Sphinx, which not all who test have.
 sys.path.insert(0, str(ROOT / "docs/extension"))
 import headers as headers_of_docs  # noqa: E402
 
-PRIVATE = {
-    "core",
-    "threads",
-    "detail",
-    "cpu",
-    "cuda",
-    "meta",
-    "autograd",
-    "autocast",
-    "batched",
-    "lazy",
-}  # the folders of cmake/Install.cmake
 SOURCES = ROOT / "csrc/attnpack"
 # attnpack's headers are no system headers here, so that these concern them.
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror"]
-HEADERS = [path.relative_to(SOURCES) for path in sorted(SOURCES.rglob("*.h")) if not PRIVATE & set(path.parts)]
+HEADERS = [
+    path for path in (file.relative_to(SOURCES) for file in sorted(SOURCES.rglob("*.h"))) if not is_private(str(path))
+]
 
 
 @pytest.fixture
