@@ -97,6 +97,24 @@ def test_soft_caps_reach_the_operator(calls):
     assert {softcap for _, _, softcap in calls} == {model.config.attn_logit_softcapping} != {0.0}
 
 
+@pytest.mark.parametrize("replace_sdpa", [False, True])
+@pytest.mark.parametrize("family", ["diffllama", "doge", "jetmoe"])
+def test_layers_that_compute_with_stored_keys_are_refused(family, replace_sdpa, calls):
+    """They halve or repeat what the cache gives them, or make a mask of it."""
+    if not paged.LAYERS_UPDATE:
+        pytest.skip("before transformers 5.24 these families have no pages")
+    model = make_model(family)
+    attnpack.hf.register(replace_sdpa=replace_sdpa)
+    model.set_attn_implementation("sdpa" if replace_sdpa else "attnpack")
+    config = ContinuousBatchingConfig(page_size=8, max_batch_tokens=32, max_memory_percent=0.01)
+    outputs = model.generate_batch(
+        prompts()[:2], generation_config=settings(), continuous_batching_config=config, progress_bar=False
+    )
+    assert not any(output.generated_tokens for output in outputs.values())
+    for output in outputs.values():
+        assert 'call model.set_attn_implementation("sdpa") before' in output.error
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_replaced_sdpa_takes_it_too(family, calls):
     model = make_model(family)

@@ -23,9 +23,9 @@ REFUSED: dict[str, str] = {
 }
 
 # Continuous batching: the keys of a request stand in pages, which have no mask tensor.
+SDPA_INSTEAD = 'call model.set_attn_implementation("sdpa") before model.generate_batch'
 REFUSED_BY_PAGES: dict[str, str] = dict.fromkeys(
-    ("indices", "block_indices", "position_bias"),
-    'call model.set_attn_implementation("sdpa") before model.generate_batch',
+    ("indices", "block_indices", "position_bias", "attention_mask"), SDPA_INSTEAD
 )
 
 

@@ -50,7 +50,7 @@ def attention_forward(
         output_attentions: also return the probabilities, before dropout.
         others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`packed.py`). `cache` and its
             indices are those of continuous batching (`paged.py`); they say what each token attends, so
-            `attention_mask` is not read. The names in `arguments.REFUSED` raise. All others are ignored.
+            `attention_mask` is refused. The names in `arguments.REFUSED` raise. All others are ignored.
 
     Returns:
         (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
@@ -61,7 +61,8 @@ def attention_forward(
     refuse_parts()
     if is_paged(others.get("cache")):
         selected = {"indices": indices, "block_indices": block_indices}
-        refuse_arguments({"position_bias": position_bias, **selected}, REFUSED_BY_PAGES)
+        own_mask = None if isinstance(attention_mask, LazyMask) else attention_mask  # of a layer, such as Doge's
+        refuse_arguments({"position_bias": position_bias, "attention_mask": own_mask, **selected}, REFUSED_BY_PAGES)
         return attend_paged(module, query, key, value, others, scale=scaling, softcap=softcap, sinks=s_aux), None
     refuse_arguments(others)
     packed = named_sequences(others, query, key)

@@ -17,8 +17,9 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ..ops import attention_varlen
+from .arguments import SDPA_INSTEAD
 
-PAGED_ARGUMENTS = ("cache", "read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k")
+PAGED_ARGUMENTS = ("cache", "new_keys", "read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k")
 _MANAGER = continuous_api.ContinuousBatchingManager
 _UPDATE = PagedAttentionCache.update
 HAS_ALLOCATORS = "layer_to_allocator" in PagedAttentionCache.__init__.__code__.co_names  # from 5.18 on
@@ -48,6 +49,7 @@ def attend_paged(
     Returns:
         out [1, T, Hq, Dv].
     """
+    _refuse_changed(module, key, value, others)
     cache = others["cache"]
     layer = module.layer_idx
     allocator = cache.layer_to_allocator[layer]
@@ -70,6 +72,17 @@ def attend_paged(
         sinks=sinks, scale=scale,
     )  # fmt: skip
     return out.unsqueeze(0)
+
+
+def _refuse_changed(module: nn.Module, key: Tensor, value: Tensor, others: dict[str, Any]) -> None:
+    """Raises ValueError for a layer that computes with the keys or values that the cache's update gave it (DiffLlama,
+    JetMoE): it got the new ones only."""
+    new_keys = others.get("new_keys")
+    if new_keys is not None and not (key is new_keys[0] and value is new_keys[1]):
+        raise ValueError(
+            f"attnpack: generate_batch: {type(module).__name__} changes keys or values after the cache has stored "
+            "them, which stay in their pages here; " + SDPA_INSTEAD
+        )
 
 
 def _block_table(
@@ -116,6 +129,7 @@ def update_as_theirs(module: nn.Module, key: Tensor, value: Tensor, others: dict
     until then it takes the cache itself."""
     if not LAYERS_UPDATE or not is_paged(others.get("cache")):
         return key, value
+    _refuse_changed(module, key, value, others)
     return _UPDATE(others.pop("cache"), key, value, module.layer_idx, others)
 
 
@@ -128,5 +142,5 @@ def _leave_to_attention(
     function = AttentionInterface._global_mapping.get(self.config._attn_implementation)
     if getattr(function, "__module__", "").rpartition(".")[0] != __package__:
         return _UPDATE(self, key_states, value_states, layer_idx, kwargs)
-    kwargs["cache"] = self
+    kwargs["cache"], kwargs["new_keys"] = self, (key_states, value_states)
     return key_states, value_states

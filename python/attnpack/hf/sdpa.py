@@ -64,6 +64,8 @@ def sdpa_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **others
         )
     paged = {name: others[name] for name in PAGED_ARGUMENTS} if is_paged(others.get("cache")) else {}
+    if paged and attention_mask is not None and attention_mask.size(1) == 1:
+        attention_mask = None  # the cache says the same
     return attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias,
         output_attentions=None, **paged,
