@@ -165,6 +165,7 @@ void register_plain_linear(py::module_& m) {
   m.attr("HOOKS") = py::tuple(py::cast(kHooks));
   m.def("is_plain", [](const py::object& layer) { return is_plain(layer); });
   m.def("is_code_of", &is_code_of);
+  m.def("is_seen_by_mode", &is_seen_by_mode);
   m.def("is_watched", [](const py::object& module) { return is_watched(module); });
   define(m, "project", &project, {"layers", "x"});
   define(m, "split_heads", &split_heads_py, {"x", "num_heads"});

@@ -12,6 +12,7 @@ import pytest
 import torch
 from attnpack.nn import kept_twin
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 IDS = torch.tensor([[3, 14, 15, 9, 26]])
 
@@ -157,21 +158,40 @@ def test_hooks_of_all_modules_are_refused(model, made):
     check(model)
 
 
-@pytest.mark.parametrize(("kind", "where"), [(nn.Linear, "q_proj"), (nn.Embedding, "embed_tokens")])
-def test_a_patched_class_of_torch_is_refused(model, monkeypatch, kind, where):
+PATCHED = {
+    nn.Linear: "q_proj",
+    nn.Embedding: "embed_tokens",
+    attnpack.FeedForward: "mlp",
+    attnpack.RMSNorm: "norm",
+    attnpack.GroupedQueryAttention: "self_attn",
+    attnpack.DecoderBlock: "0",
+}
+
+
+@pytest.mark.parametrize("named_alike", [False, True])
+@pytest.mark.parametrize("kind", PATCHED)
+def test_a_patched_class_is_refused(model, monkeypatch, kind, named_alike):
     theirs = kind.forward
-    monkeypatch.setattr(kind, "forward", functools.wraps(theirs)(lambda self, x: 2 * theirs(self, x)))
-    with pytest.raises(TypeError, match=f"{where} is a {kind.__name__} whose class has another forward than torch's"):
+
+    def forward(self, *args, **keywords):
+        return 2 * theirs(self, *args, **keywords)
+
+    check(model)  # keeps a twin
+    monkeypatch.setattr(kind, "forward", functools.wraps(theirs)(forward) if named_alike else forward)
+    with pytest.raises(TypeError, match=f"{PATCHED[kind]} is a {kind.__name__} whose class was given another forward"):
         model.generate(IDS, max_new_tokens=2)
 
 
-def test_a_forward_of_ones_own_for_the_class_is_refused(model, monkeypatch):
-    def forward(self, x):
-        return x
+def test_a_mode_that_sees_torchs_functions_is_refused(model):
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), keywords=None):
+            return function(*args, **(keywords or {}))
 
-    monkeypatch.setattr(attnpack.FeedForward, "forward", forward)
-    with pytest.raises(TypeError, match="mlp is a FeedForward, which C"):
+    check(model)
+    with Seeing(), pytest.raises(TypeError, match="a TorchFunctionMode is active"):
         model.generate(IDS, max_new_tokens=2)
+    with torch.device("cpu"):  # is such a mode, and sees only what makes tensors
+        check(model)
 
 
 def test_a_list_that_changes_in_place_counts(model, made):

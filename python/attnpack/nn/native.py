@@ -171,7 +171,12 @@ def give_parameters(twin: Any, parameters: Mapping[str, Tensor], strict: bool = 
 
 
 def refuse_global_hooks() -> None:
-    """Raises TypeError for hooks of all modules, which C++ would not run."""
+    """Raises TypeError for hooks of all modules, and for modes that see each function of torch: C++ runs neither."""
+    if linear_layers.is_seen_by_mode():
+        raise TypeError(
+            "attnpack: a TorchFunctionMode is active, which would not see what C++ computes. Leave it, or call the "
+            "Python module"
+        )
     if _has_any_global_hook():
         raise TypeError(
             "attnpack: torch has hooks for all modules (such as register_module_forward_hook), which C++ would not "
@@ -179,8 +184,13 @@ def refuse_global_hooks() -> None:
         )
 
 
-def _has_torchs_forward(kind: type) -> bool:
-    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+def _owner_of_forward(kind: type) -> type:
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+def _has_own_forward(kind: type) -> bool:
+    """Whether nobody has put another forward in the place of the class's: functools.wraps copies names, not code."""
+    owner = _owner_of_forward(kind)
     return linear_layers.is_code_of(owner.forward, owner)
 
 
@@ -188,16 +198,17 @@ def _refuse_foreign(module: nn.Module) -> None:
     refuse_global_hooks()
     for name, child in module.named_modules():
         where = f"{type(module).__name__}.{name}" if name else type(module).__name__
-        ours = isinstance(child, NativeModule) and type(child).forward.__module__.startswith("attnpack.")
-        if type(child) not in _PLAIN and not ours:
+        kind = type(child)
+        ours = isinstance(child, NativeModule) and _owner_of_forward(kind).__module__.startswith("attnpack.")
+        if kind not in _PLAIN and not ours:
             raise TypeError(
                 f"attnpack: {where} is a {type(child).__name__}, which C++ cannot run: it knows plain nn.Linear, "
                 "nn.Embedding, nn.LayerNorm and attnpack's own modules. Merge or unwrap it, or call the Python module"
             )
-        if type(child) in _PLAIN and not _has_torchs_forward(type(child)):
+        if not _has_own_forward(kind):
             raise TypeError(
-                f"attnpack: {where} is a {type(child).__name__} whose class has another forward than torch's, which "
-                "C++ would not run. Restore it, or call the Python module"
+                f"attnpack: {where} is a {kind.__name__} whose class was given another forward, which C++ would not "
+                "run. Restore it, or call the Python module"
             )
         if getattr(child, "max_norm", None) is not None:
             raise TypeError(
