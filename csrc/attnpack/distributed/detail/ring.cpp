@@ -48,9 +48,10 @@ struct Ring : torch::CustomClassHolder {
     rules.sinks(std::nullopt);
   }
 
-  // Calls each(rank that a part comes from, part), the own one first; the next part travels meanwhile.
+  // Calls each(rank that a part comes from, part), the own one first; the next part travels meanwhile. Returns the part
+  // that comes last.
   template <typename Each>
-  void rounds(const at::Tensor& own, const Each& each) const {
+  at::Tensor rounds(const at::Tensor& own, const Each& each) const {
     const int64_t ranks = group->getSize(), rank = group->getRank();
     auto held = own;
     for (int64_t step = 0; step < ranks; ++step) {
@@ -59,6 +60,7 @@ struct Ring : torch::CustomClassHolder {
       each((rank - step + ranks) % ranks, held);
       if (coming) held = coming();
     }
+    return held;
   }
 
   // Rows attend for the first time to the keys at their own place, even if they see none of them: so every row has a
@@ -89,6 +91,15 @@ struct Ring : torch::CustomClassHolder {
   Layout layout;
 };
 
+// No rows of a part, in the shape of rows [B, H, L, ...] to which they are joined. A rank that sees nothing of the part
+// that comes last needs it all the same: torch.compile drops a collective if no output depends on it, and other ranks
+// then wait for this one.
+at::Tensor no_rows_of(const at::Tensor& part, const at::Tensor& rows) {
+  auto sizes = rows.sym_sizes().vec();
+  sizes[2] = 0;
+  return part.narrow(2, 0, 0).reshape_symint(sizes).to(rows.scalar_type());
+}
+
 struct RingAttention : torch::autograd::Function<RingAttention> {
   static variable_list forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key,
                                const at::Tensor& value, const std::optional<at::Tensor>& given,
@@ -96,7 +107,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const auto sinks = given.value_or(at::Tensor());
     const auto exact = at::promote_types(query.scalar_type(), at::kFloat);
     std::vector<std::optional<std::tuple<at::Tensor, at::Tensor>>> states(2);
-    ring->rounds(at::cat({key, value}, -1), [&](int64_t source, const at::Tensor& both) {
+    const auto last = ring->rounds(at::cat({key, value}, -1), [&](int64_t source, const at::Tensor& both) {
       for (const auto& pair : ring->pairs(source, size_of(query, 2), size_of(key, 2))) {
         const auto kv = pair.keys.of(both);
         const auto [out, lse] = attend_piece(pair.rows.of(query), kv.narrow(-1, 0, size_of(key, -1)),
@@ -113,6 +124,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       outs.push_back(std::get<0>(*state));
       lses.push_back(std::get<1>(*state));
     }
+    outs.push_back(no_rows_of(last, outs.front()));
     const auto out = at::cat(outs, 2).to(query.scalar_type()), lse = at::cat(lses, 2);
     context->save_for_backward({query, key, value, sinks, out, lse});
     context->saved_data["ring"] = c10::IValue::make_capsule(ring);
@@ -134,7 +146,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const auto grad_query = zeros(query);
     at::Tensor grad_sinks;
     std::function<at::Tensor()> arriving;
-    ring->rounds(at::cat({key, value}, -1), [&](int64_t source, const at::Tensor& both) {
+    const auto last = ring->rounds(at::cat({key, value}, -1), [&](int64_t source, const at::Tensor& both) {
       const auto grad_both = zeros(both);
       for (const auto& pair : ring->pairs(source, size_of(query, 2), size_of(key, 2))) {
         const auto kv = pair.keys.of(both);
@@ -151,7 +163,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       arriving = pass_on(grad_both, ring->group);
     });
     const auto grad_both = arriving().to(key.scalar_type());
-    return {grad_query.to(query.scalar_type()),
+    return {at::cat({grad_query, no_rows_of(last, grad_query)}, 2).to(query.scalar_type()),
             grad_both.narrow(-1, 0, size_of(key, -1)),
             grad_both.narrow(-1, size_of(key, -1), size_of(value, -1)),
             grad_sinks,
