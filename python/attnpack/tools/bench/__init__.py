@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -20,6 +21,7 @@ import torch
 
 from ... import _C, __version__
 from ...progress import progress
+from ..busy import OtherWork
 from .cases import SECTIONS, Case, Limits, cases
 from .devices import Cpu, Cuda, device_named
 from .peers import PEERS, Call, make_inputs, ours
@@ -168,8 +170,12 @@ def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     on = device_named(args.device)
+    others = OtherWork()
     limits, results = run(args.sections or list(SECTIONS), args.dtypes, peers, quick=args.quick, on=on)
+    warning = others.warning()
     if args.out:
         draw_roofline(figure.subplots(), as_dict(limits, results, on))
         save(figure, args.out)
     print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, peers, on))
+    if warning:
+        print(warning, file=sys.stderr)
