@@ -63,7 +63,8 @@ def sdpa_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **others
         )
-    paged = {name: others[name] for name in PAGED_ARGUMENTS} if is_paged(others.get("cache")) else {}
+    in_pages = is_paged(others.get("cache"))
+    paged = {name: others[name] for name in PAGED_ARGUMENTS if in_pages and name in others}
     if paged and attention_mask is not None and attention_mask.size(1) == 1:
         attention_mask = None  # the cache says the same
     return attention_forward(
