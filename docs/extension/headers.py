@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 INCLUDE = Path(__file__).parents[2] / "csrc"
-NOT_PUBLIC = ("core", "detail", "cpu", "cuda", "meta", "autograd", "autocast", "batched", "lazy")
+NOT_PUBLIC = ("core", "threads", "detail", "cpu", "cuda", "meta", "autograd", "autocast", "batched", "lazy")
 NAME = re.compile(
     r"\b(?:class|struct|enum class)\s+(\w+)|\busing\s+(\w+)\s*=|\bTORCH_MODULE\((\w+)\)"
     r"|(?<![\w:.])(?!if\b|for\b|sizeof\b|decltype\b|noexcept\b)(operator\W+|\w+)\(|(\w+)\s*(?:=|\{|;)"
