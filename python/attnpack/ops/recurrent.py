@@ -51,9 +51,9 @@ def linear_attention(
         S   <- S + k_t d_t^T
         o_t  = scale S^T q_t
 
-    All tensors have gradients, and so has what comes in through the returned state. On the CPU chunks of 64 tokens are
-    matrix products, and the backward pass keeps one state per chunk for a head at a time. Bits do not depend on threads
-    or batch. On CUDA it is a composition of torch's ops.
+    All tensors have gradients, from the output and from the returned state. On the CPU each chunk of 64 tokens is
+    computed by matrix products. The backward pass takes one head after the other, and keeps one state per chunk of that
+    head. Bits do not depend on threads or batch. On CUDA it is a composition of torch's ops.
 
     Args:
         query, key: [B, Hk, L, D], value: [B, Hv, L, Dv], float64, float32, bfloat16 or float16; any strides; Hv is a

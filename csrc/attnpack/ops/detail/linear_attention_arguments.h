@@ -23,7 +23,8 @@ struct LinearAttentionArguments {
 };
 
 using LinearAttentionResult = std::tuple<Tensor, Tensor>;  // out, state
-// Of query, key, value, log_decay, beta and initial_state; [0] for those that are not given.
+// The gradients of query, key, value, log_decay, beta and initial_state. That of an argument which is not given is an
+// empty tensor [0].
 using LinearAttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The ops through the dispatcher.

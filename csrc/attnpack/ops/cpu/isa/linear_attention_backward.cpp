@@ -245,7 +245,7 @@ class LinearHeadGradients {
   }
 
   void differentiate_scores_per_channel() {
-    // What the products of a block with the keys before it give to either side; these are free by now.
+    // The gradients from the products of a block with the keys before it. They lie in buffers that are free by now.
     A *const by_query = w_.grad_query_decayed, *const by_key = w_.grad_key_decayed, *const earlier = w_.grad_key_left;
     c_.for_each_block([&](int64_t begin, int64_t end) {
       c_.begin_block(begin, end);
