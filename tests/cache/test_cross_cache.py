@@ -6,6 +6,7 @@ import pickle
 import attnpack
 import pytest
 import torch
+from marks import long
 
 packages = pytest.mark.parametrize("package", [attnpack, attnpack.cpp], ids=["python", "cpp"])
 ROPES = {
@@ -203,7 +204,7 @@ def test_an_encoder_decoder_runs_its_encoder_once(package):
         model.forward(None, target)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", long("inductor")])
 @torch.no_grad()
 def test_a_compiled_layer_fills_and_reads_it(backend):
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 import attnpack
 import pytest
 import torch
+from marks import grid
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROPES = {
@@ -132,8 +133,7 @@ def test_short_sequences_take_little_memory():
     assert cache.nbytes_allocated == 8 * 32 and cache.nbytes == 5 * 32
 
 
-@pytest.mark.parametrize("keep_first", [1, 4, 300])
-@pytest.mark.parametrize("settings", [{}, {"softcap": 20.0}, {"sinks": True}, {"alibi": True}], ids=str)
+@grid(3, keep_first=[1, 4, 300], settings=[{}, {"softcap": 20.0}, {"sinks": True}, {"alibi": True}])
 @torch.no_grad()
 def test_first_positions_stay_and_are_seen(keep_first, settings):
     """Equals a full cache under the mask "in the window, or one of the first"."""

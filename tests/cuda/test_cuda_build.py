@@ -22,6 +22,7 @@ def check(*arguments, **environment):
 
 
 @nvcc
+@pytest.mark.long
 def test_some_kernels_compile_without_spills():
     said = check(0, "90a", FILES="forward_decode.cu")
     assert "decode_kernel<BFloat16, 128>" in said and "sm_90a" in said and "sm_80" not in said

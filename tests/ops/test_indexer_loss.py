@@ -144,7 +144,7 @@ def test_the_second_derivative():
     own = [x.detach().requires_grad_() for x in tokens(9)]
     call = lambda *own: indexer_loss(*own, probs, index, causal=True, at_names=True)  # noqa: E731
     assert torch.autograd.gradcheck(call, own)
-    assert torch.autograd.gradgradcheck(call, own)
+    assert torch.autograd.gradgradcheck(call, own, fast_mode=True)
 
 
 @pytest.mark.parametrize("at_names", [False, True])

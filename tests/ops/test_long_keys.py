@@ -28,7 +28,7 @@ RULES = {
     [
         ("packed", torch.float32),
         ("packed", torch.bfloat16),
-        ("packed anew", torch.float32),
+        long("packed anew", torch.float32),
         long("packed anew", torch.bfloat16),
     ],
     ids=str,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores, merge_states
 from attnpack.ops import rope_table
-from marks import some_long
+from marks import long, some_long
 from op_cases import AXES, COVERING, NAMES, check_against_reference, describe, draw, laid_out, make_inputs
 from schemas import operator_keywords
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -20,6 +20,10 @@ def keywords(inputs, dropout_p=0.0):
     """The arguments after the tensors in torch.ops.attnpack.attention, by name."""
     flat = operator_keywords(inputs.query, inputs.key, inputs.mask, inputs.settings)
     return flat | ({"dropout_p": dropout_p, "dropout_seed": torch.tensor([5])} if dropout_p else {})
+
+
+# An op is registered for all dtypes at once, and opcheck is slow.
+ONE_DTYPE = pytest.mark.parametrize("dtype", some_long(AXES["dtype"], [torch.bfloat16]), ids=str)
 
 
 def leaf(x):
@@ -42,7 +46,7 @@ CHECKED = [
 ]
 
 
-@pytest.mark.parametrize("case", CHECKED, ids=describe)
+@pytest.mark.parametrize("case", some_long(CHECKED, CHECKED[::3]), ids=describe)
 def test_opcheck_attention(case):
     inputs = make_inputs(**case)
     inputs.settings = {k: leaf(x) if k == "sinks" else x for k, x in inputs.settings.items()}
@@ -59,7 +63,7 @@ def test_opcheck_attention_without_elements(empty):
     opcheck(ops.attention.default, (inputs.query, inputs.key, inputs.value), keywords(inputs))
 
 
-@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+@ONE_DTYPE
 def test_opcheck_attention_backward(dtype):
     inputs = make_inputs(dtype, mask="own", scores={"sinks": True}, layout="columns outside")
     tensors = inputs.query, inputs.key, inputs.value
@@ -84,21 +88,24 @@ def test_opcheck_named_keys(names):
 
 
 @pytest.mark.parametrize("stage", ["masked", "probs"])
-@pytest.mark.parametrize("dtype", some_long(AXES["dtype"], [torch.float32, torch.bfloat16]), ids=str)
+@ONE_DTYPE
 def test_opcheck_attention_scores(dtype, stage):
     inputs = make_inputs(dtype, mask="bool", positions={"causal": True}, scores={"softcap": 2.0, "alibi": True})
     opcheck(ops.attention_scores.default, (leaf(inputs.query), leaf(inputs.key)), keywords(inputs) | {"stage": stage})
 
 
-@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+@ONE_DTYPE
 def test_opcheck_merge_states(dtype):
     lse = torch.float64 if dtype == torch.float64 else torch.float32
     parts = (draw(2, 3, 5, 4, dtype=dtype), draw(2, 3, 5, dtype=lse)) * 2
     opcheck(ops.merge_states.default, tuple(leaf(x) for x in parts))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype, layout", [*zip(AXES["dtype"] * 2, AXES["layout"], strict=False)])
+@pytest.mark.parametrize("interleaved", [False, long(True)])
+@pytest.mark.parametrize(
+    "dtype, layout",
+    [case if n < 3 else long(*case) for n, case in enumerate(zip(AXES["dtype"] * 2, AXES["layout"], strict=False))],
+)
 def test_opcheck_apply_rope(dtype, layout, interleaved):
     angle = draw(5, 3)
     x = leaf(laid_out(draw(2, 3, 5, 8, dtype=dtype), layout))
@@ -112,7 +119,7 @@ def test_opcheck_rope_table_and_null():
     assert torch.equal(ops.null(x), x) and ops.null(x).data_ptr() != x.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+@ONE_DTYPE
 def test_opcheck_kv_cache_append(dtype):
     cache = [torch.zeros(2, 3, 8, 4, dtype=dtype), torch.zeros(2, 3, 8, 5, dtype=dtype), torch.tensor([2, 5])]
     new = draw(2, 3, 3, 4, dtype=dtype), draw(2, 3, 3, 5, dtype=dtype)
@@ -131,7 +138,7 @@ def test_opcheck_of_caches_that_drop_positions():
     opcheck(ops.kv_cache_append_rotated_.default, (key, value, lengths, query, *new, *rotation, None, None, dropped))
 
 
-@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+@ONE_DTYPE
 def test_opcheck_kv_cache_append_rotated(dtype):
     cache = [torch.zeros(2, 3, 8, 4, dtype=dtype), torch.zeros(2, 3, 8, 5, dtype=dtype), torch.tensor([2, 5])]
     new = draw(2, 6, 3, 4, dtype=dtype), draw(2, 3, 3, 4, dtype=dtype), draw(2, 3, 3, 5, dtype=dtype)
@@ -140,7 +147,7 @@ def test_opcheck_kv_cache_append_rotated(dtype):
 
 
 @pytest.mark.parametrize("op", [ops.attend.default, ops.attend_with_weights.default], ids=str)
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [long(False), True])
 def test_opcheck_attend(cached, op):
     """The layer op, which writes its cache."""
     inputs = make_inputs(torch.bfloat16, lengths=(3, 3), dims=(8, 8))
@@ -155,7 +162,7 @@ def test_opcheck_attend(cached, op):
 # ---- torch.compile -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", COVERING[::16], ids=describe)
+@pytest.mark.parametrize("case", some_long(COVERING[::16], COVERING[::48]), ids=describe)
 def test_compiled_without_graph_breaks_meets_the_reference(case):
 
     def call(*tensors, **settings):
@@ -210,7 +217,7 @@ def test_inductor_takes_all_ops_in_one_graph():
 @pytest.mark.parametrize(
     "settings", [{"q_offset": "end"}, {"q_offset": "end", "kv_lens": torch.tensor([4, 2])}, {"q_offset": 1}]
 )
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [long(False), True])
 def test_lengths_may_change_without_new_graphs(settings, trained):
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -307,7 +314,13 @@ OF_UNKNOWN_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("call", OF_UNKNOWN_LENGTH.values(), ids=OF_UNKNOWN_LENGTH)
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=name, marks=pytest.mark.long if name in ("causal", "a batch") else ())
+        for name, call in OF_UNKNOWN_LENGTH.items()
+    ],
+)
 def test_a_size_that_depends_on_data(call):
     """As torch's own attention: one graph for any number of kept rows, compiled and exported."""
 

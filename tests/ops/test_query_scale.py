@@ -51,7 +51,7 @@ def test_gradients_of_all_four_and_the_second():
 
     leaves = [x.requires_grad_() for x in (*heads(q_len=3, kv_len=4), factors(2, 3, dtype=torch.float64))]
     assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
     assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, check_backward_ad=False)
 
 

@@ -68,7 +68,7 @@ def results(attend, tensors: dict, settings: dict) -> dict[str, torch.Tensor]:
     return {"out": out.detach()} | {f"grad of {name}": grad for name, grad in zip(tensors, grads, strict=True)}
 
 
-@grid(2, dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16], index=range(NUM_SAMPLES))
+@grid(4, dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16], index=range(NUM_SAMPLES))
 def test_sample(dtype, index):
     sample = samples(dtype)[index]
     tensors = dict(zip(("query", "key", "value"), (sample.input, *sample.args), strict=True))
