@@ -21,6 +21,7 @@ from hf_families import (
     make_config,
     make_model,
     padding,
+    set_attention,
     since,
     states,
 )
@@ -170,7 +171,7 @@ def test_compiled_forward_is_one_graph():
     model = make_model("llama")
     batch = inputs("llama", padding("left"))
     real = batch["attention_mask"].bool()
-    model.set_attn_implementation("attnpack")
+    set_attention(model, "attnpack")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         found, expected = (run(**batch, use_cache=False).logits[real] for run in (compiled, model))
@@ -195,7 +196,7 @@ def test_layers_that_share_keys_compile(family, use_cache):
     ids, settings = inputs("llama", padding("none"))["input_ids"], {"logits_to_keep": 3, "use_cache": use_cache}
     with torch.no_grad():
         expected = model(ids, **settings).logits
-        model.set_attn_implementation("attnpack")
+        set_attention(model, "attnpack")
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         found = [run(ids, **settings).logits for run in (model, compiled)]
     torch.testing.assert_close(found, [expected, expected], **FP32)
@@ -215,7 +216,7 @@ def test_generate_with_a_compiled_forward_makes_two_graphs():
 
 def test_dropout_acts_in_training_with_torchs_generator():
     model = make_model("llama", attention_dropout=0.5)
-    model.set_attn_implementation("attnpack")
+    set_attention(model, "attnpack")
     batch = inputs("llama", padding("left"))
 
     def run(seed):
@@ -238,7 +239,7 @@ def test_attentions_are_given_where_asked_for(family, by):
     model.config.output_attentions = by == "config"
     asked = {"output_attentions": True} if by == "call" else {}
     for name in ("eager", "attnpack"):
-        model.set_attn_implementation(name)
+        set_attention(model, name)
         with torch.no_grad():
             out = model(**inputs(family, padding("none")), **asked)
         found.append({key: value for key, value in out.items() if key.endswith("attentions")})
@@ -249,7 +250,7 @@ def test_attentions_are_given_where_asked_for(family, by):
 def test_attentions_of_padded_rows_equal_eager():
     model, found = _model("llama"), []
     for name in ("eager", "attnpack"):
-        model.set_attn_implementation(name)
+        set_attention(model, name)
         with torch.no_grad():
             found.append(model(**inputs("llama", padding("right")), output_attentions=True).attentions)
     real = padding("right").bool()
@@ -297,7 +298,7 @@ def test_a_model_with_attention_of_its_own_is_refused(family):
 @since("5.23")
 def test_sinks_of_each_token_are_refused():
     model = make_model("inkling2_text")
-    model.set_attn_implementation("attnpack")
+    set_attention(model, "attnpack")
     with pytest.raises(ValueError, match="attnpack: sinks: got Tensor, which attnpack cannot honour"):
         model(**inputs("inkling2_text", padding("left")))
 
@@ -321,7 +322,7 @@ def test_a_model_that_asks_for_no_attention_function_is_left_as_it_was(family, m
     model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
     warnings = []
     monkeypatch.setattr(transformers.modeling_utils.logger, "warning", warnings.append)
-    model.set_attn_implementation("attnpack")
+    set_attention(model, "attnpack")
     assert model.config._attn_implementation == "eager"
     assert any(text.startswith(f"{type(model).__name__} does not support setting its attention") for text in warnings)
     if family in ("falcon", "gpt_neo"):

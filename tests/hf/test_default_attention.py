@@ -5,7 +5,7 @@ import pytest
 import torch
 from attnpack import backend
 from attnpack.hf import attention_function
-from hf_families import FAMILIES, inputs, make_model, padding, since
+from hf_families import FAMILIES, inputs, make_model, padding, set_attention, since
 from transformers import AttentionInterface
 
 FP32 = {"rtol": 1e-4, "atol": 2e-5}
@@ -25,7 +25,7 @@ def replaced(monkeypatch):
 
 def sdpa_model(family):
     model = make_model(family)
-    model.set_attn_implementation("sdpa")
+    set_attention(model, "sdpa")
     return model
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
 VOCABULARY = 96
@@ -157,6 +157,14 @@ def make_model(family: str, spread: float = 0.1, **changes):
     return model
 
 
+def set_attention(model, implementation: str) -> None:
+    """Also of a model's parts whose configuration is a copy, such as the stacks of T5: before 5.23 transformers passes
+    those over."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(implementation)
+
+
 def padding(kind: str, batch: int = 3, length: int = 14) -> torch.Tensor:
     """[batch, length], 1 for real tokens; "left" and "right" pad the first row by 5 and the second by 1."""
     mask = torch.ones(batch, length, dtype=torch.int64)
@@ -182,14 +190,14 @@ def inputs(family: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def logits(model, family: str, implementation: str, mask: torch.Tensor) -> torch.Tensor:
     """[rows, classes] of the real tokens."""
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     return _real_tokens(model(**_cast(inputs(family, mask), model.dtype)).logits, mask)
 
 
 @torch.no_grad()
 def states(model, family: str, implementation: str, mask: torch.Tensor) -> torch.Tensor:
     """The last hidden states [rows, hidden_size] of the real tokens."""
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     out = model(**_cast(inputs(family, mask), model.dtype), output_hidden_states=True)
     hidden = out.decoder_hidden_states if family in ENCODER_DECODERS else out.hidden_states
     return _real_tokens(hidden[-1], mask)
@@ -206,7 +214,7 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, tor
 @torch.no_grad()
 def generated(model, implementation: str, mask: torch.Tensor, **settings) -> torch.Tensor:
     """8 greedy tokens after a prompt, [B, prompt + 8]; for an encoder-decoder after its start token."""
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     prompt = inputs("llama", mask)
     return model.generate(**prompt, do_sample=False, min_new_tokens=8, max_new_tokens=8, **settings)
 
@@ -215,7 +223,7 @@ def backward(model, family: str, implementation: str) -> None:
     """Gradients of the loss of a left-padded batch, at positions where a real token predicts a token. Positions before
     the first real token have no key to attend, so eager's results for them are not compared."""
     model.zero_grad()
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     mask = padding("left")
     batch = inputs(family, mask)
     predicted = torch.zeros_like(mask)
