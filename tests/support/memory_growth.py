@@ -11,13 +11,12 @@ from pathlib import Path
 def measure(loader: str, path: str, dtype: str) -> None:
     import attnpack
     import torch
-    from attnpack.tools.memory import resident_bytes
+    from attnpack.tools.memory import peak_bytes
 
-    load = getattr(attnpack.CausalLM, loader)
-    before = resident_bytes("VmRSS")
-    model = load(path, dtype=getattr(torch, dtype))
-    weights = sum(p.untyped_storage().nbytes() for p in {p.data_ptr(): p for p in model.parameters()}.values())
-    print(resident_bytes("VmHWM") - before, weights)
+    models = []
+    grown = peak_bytes(lambda: models.append(getattr(attnpack.CausalLM, loader)(path, dtype=getattr(torch, dtype))))
+    weights = sum(p.untyped_storage().nbytes() for p in {p.data_ptr(): p for p in models[0].parameters()}.values())
+    print(grown, weights)
 
 
 def growth(loader: str, path: Path, dtype: str) -> tuple[int, int]:
