@@ -373,7 +373,7 @@ def test_a_killed_conversion_leaves_no_out_and_the_next_one_succeeds(number, lla
 
 
 def test_memory_stays_that_of_a_layer(tmp_path):
-    """The model has 24 layers of 6 MB each; the libraries take 20 MB."""
+    """The model has 24 layers of 6 MB each. The first conversion loads libraries, so the second one is measured."""
     sizes = {**MHA, "hidden_size": 256, "intermediate_size": 1500, "num_hidden_layers": 24}
     random_model(LlamaConfig(**sizes)).save_pretrained(tmp_path / "in")
     weights = (tmp_path / "in" / "model.safetensors").stat().st_size
@@ -382,10 +382,12 @@ def test_memory_stays_that_of_a_layer(tmp_path):
 from pathlib import Path
 from attnpack.convert.checkpoint.conversion import Request, convert_checkpoint
 from attnpack.tools.memory import peak_bytes
-print(peak_bytes(lambda: convert_checkpoint(Path({str(tmp_path / "in")!r}), Path({str(tmp_path / "out")!r}), Request(2))))
+source, out = Path({str(tmp_path / "in")!r}), Path({str(tmp_path / "out")!r})
+convert_checkpoint(source, out.with_name("first"), Request(2))
+print(peak_bytes(lambda: convert_checkpoint(source, out, Request(2))))
 """)
     assert measured.returncode == 0, measured.stderr
-    assert int(measured.stdout) < weights / 3
+    assert int(measured.stdout) < weights / 4
 
 
 @pytest.fixture
