@@ -1,5 +1,6 @@
 """The extension attnpack._C, built by CMake: one build for the C++ library, its headers and the binding."""
 
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ class FreshBuildPy(build_py):
 class CMakeBuild(build_ext):
     """Drives CMake. The build tree stays in build/ (ATTNPACK_BUILD_DIR), so that a second build is incremental.
 
+    A wheel has its native code in torch-X.Y, so that scripts/wheel.sh can join those for several releases of torch.
     MAX_JOBS limits the compilers at work (default: all cores); CMAKE_ARGS adds CMake arguments.
     """
 
@@ -46,7 +48,7 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         self.configure(tree, wheel=not self.in_source)
         self.build(tree, jobs)
-        self.cmake("--install", tree, "--prefix", package)
+        self.cmake("--install", tree, "--prefix", package if self.in_source else package / prefix_for_torch(tree))
 
     def configure(self, tree: Path, wheel: bool):
         ninja = shutil.which("ninja")
@@ -80,6 +82,11 @@ class CMakeBuild(build_ext):
 
     def copy_extensions_to_source(self):
         """Nothing to do: an in-place build was installed into python/attnpack by CMake."""
+
+
+def prefix_for_torch(tree: Path) -> str:
+    """`torch-X.Y`: where a wheel has the native code, of which _load.py takes what the running torch needs."""
+    return "torch-" + ".".join(json.loads((tree / "build.json").read_text())["torch"].split(".")[:2])
 
 
 def planned_steps(tree: Path) -> list[str]:

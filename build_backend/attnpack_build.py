@@ -49,10 +49,10 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def build_wheel(*args, **kwargs):
-    os.environ["ATTNPACK_TORCH_DIR"] = find_torch()
+    os.environ.setdefault("ATTNPACK_TORCH_DIR", find_torch())
     return build_meta.build_wheel(*args, **kwargs)
 
 
 def build_editable(*args, **kwargs):
-    os.environ["ATTNPACK_TORCH_DIR"] = find_torch()
+    os.environ.setdefault("ATTNPACK_TORCH_DIR", find_torch())
     return build_meta.build_editable(*args, **kwargs)

@@ -1,6 +1,5 @@
 # Installs what the wheel carries: library, headers, the packages for find_package(attnpack) and for pkg-config, and
-# build.json. Python
-# reads build.json before it loads anything, to learn what the build was made for.
+# build.json. Python reads build.json before it loads anything, to learn what the build was made for.
 include(CMakePackageConfigHelpers)
 set(config_dir share/cmake/attnpack)
 
@@ -14,9 +13,9 @@ write_basic_package_version_file(attnpackConfigVersion.cmake COMPATIBILITY SameM
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfigVersion.cmake
         cmake/TorchTargets.cmake DESTINATION ${config_dir})
 # torch is a neighbour of the package in site-packages, and stays where it is otherwise.
-set(ATTNPACK_PC_TORCH_DIR ${ATTNPACK_TORCH_DIR})
+set(ATTNPACK_PC_TORCH_DIR ${ATTNPACK_BUILT_TORCH})
 if(ATTNPACK_WHEEL)
-  set(ATTNPACK_PC_TORCH_DIR "\${prefix}/../torch")
+  set(ATTNPACK_PC_TORCH_DIR "\${prefix}/${ATTNPACK_NEAR_TORCH}")
 endif()
 configure_file(cmake/attnpack.pc.in attnpack.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpack.pc DESTINATION lib/pkgconfig)

@@ -1,7 +1,8 @@
 """Loads the native code, attnpack._C, or says in one sentence why it cannot.
 
-`build.json` in the package records the torch and the Python of the build. So a mismatch is found before the loader
-meets an undefined symbol.
+A wheel has native code for one or several releases of torch, each in a folder `torch-X.Y`; a build in place has it in
+the package itself. `build.json` there records the torch and the Python of the build. So a mismatch is found before the
+loader meets an undefined symbol.
 """
 
 import ctypes
@@ -9,20 +10,38 @@ import importlib
 import json
 import os
 import platform
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
 
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    torch = None  # load() says so
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
 PACKAGE = Path(__file__).parent
-LIBRARY = PACKAGE / "lib" / "libattnpack.so"
-CUDA_LIBRARY = PACKAGE / "lib" / "libattnpack_cuda.so"
+IN_WHEEL = sorted(folder.name.removeprefix("torch-") for folder in PACKAGE.glob("torch-*"))
+"""The releases of torch, such as "2.13", that a wheel has native code for."""
+_RUNNING = _minor(torch.__version__) if torch else ""
+PREFIX = PACKAGE / f"torch-{_RUNNING}" if _RUNNING in IN_WHEEL else PACKAGE
+"""The folder of the native code, its headers and its CMake package."""
+LIBRARY = PREFIX / "lib" / "libattnpack.so"
+CUDA_LIBRARY = PREFIX / "lib" / "libattnpack_cuda.so"
 _AGAIN = "build it again: run `pip install .` in attnpack's source folder"
 
 
 def build_record() -> dict[str, str]:
     """The settings of the build: version, torch, pybind11, python, compiler, build_type, instruction_sets."""
     try:
-        return json.loads((PACKAGE / "share" / "attnpack" / "build.json").read_text())
+        return json.loads((PREFIX / "share" / "attnpack" / "build.json").read_text())
     except FileNotFoundError:
         raise ImportError(
             f"attnpack's native code is not built in {PACKAGE}: run `pip install .`, or `pip install -e .` to work on "
@@ -42,12 +61,14 @@ def load() -> ModuleType:
     Raises ImportError if torch or the build is missing, if the build is for another Python or torch, or if another copy
     of attnpack is loaded already.
     """
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError("attnpack needs torch >= 2.11, which is not installed: run `pip install torch`") from None
+    if torch is None:
+        raise ImportError("attnpack needs torch >= 2.11, which is not installed: run `pip install torch`")
+    if IN_WHEEL and PREFIX == PACKAGE:
+        raise ImportError(
+            f"this wheel of attnpack has native code for torch {' and '.join(IN_WHEEL)}, but this is torch "
+            f"{torch.__version__}: run `pip install 'torch=={IN_WHEEL[-1]}.*'`, or `pip install .` in attnpack's "
+            "source folder"
+        )
     build = build_record()
     for name, here in (("torch", torch.__version__), ("python", platform.python_version())):
         wanted = _minor(build[name])
@@ -59,6 +80,8 @@ def load() -> ModuleType:
                 f"another copy of attnpack is loaded already, {path}, and operators can be registered only once: load "
                 f"{LIBRARY} instead, or nothing before `import attnpack`"
             )
+    if PREFIX != PACKAGE:
+        sys.modules[__package__].__path__.append(str(PREFIX))
     try:
         native = importlib.import_module("attnpack._C")
         load_cuda()
@@ -70,8 +93,6 @@ def load() -> ModuleType:
 
 def load_cuda() -> bool:
     """Loads the CUDA kernels if they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
-    import torch
-
     if torch.version.cuda is None or not CUDA_LIBRARY.exists():
         return False
     try:
@@ -84,13 +105,7 @@ def load_cuda() -> bool:
 
 def why_no_cuda() -> str:
     """The reason why `load_cuda` loads nothing."""
-    import torch
-
     if torch.version.cuda is None:
         return "this torch has no CUDA"
     built = "did not load" if CUDA_LIBRARY.exists() else "not built"
     return f"{built}; CUDA tensors run through ATen"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

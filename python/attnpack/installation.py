@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ._load import CUDA_LIBRARY, LIBRARY, PACKAGE, build_record, loaded_copies, why_no_cuda
+from ._load import CUDA_LIBRARY, IN_WHEEL, LIBRARY, PREFIX, build_record, loaded_copies, why_no_cuda
 from .extras import TESTED, install_command
 
 # optional package: the extra that installs it
@@ -32,6 +32,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
         build = build_record()
     except ImportError:
         build = dict.fromkeys(("version", "torch", "pybind11", "compiler", "build_type"), "nothing is built")
+        build["torch"] = " and ".join(IN_WHEEL) or build["torch"]
     return {
         "attnpack": build["version"],
         "torch": {"running": torch.__version__, "built_for": build["torch"]},
@@ -56,7 +57,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
         },
         "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
         "tested": {name: list(releases) for name, releases in TESTED.items()},
-        "cmake_prefix": str(PACKAGE),
+        "cmake_prefix": str(PREFIX),
     }
 
 

@@ -1,6 +1,7 @@
 """The files in the wheel, C++ programs that use them, and `attnpack info`."""
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -17,6 +18,11 @@ from attnpack.tools import info
 from processes import ROOT, TORCH_DIR, fake_torch, needs, run_program, run_python, without_python
 
 EXAMPLE = ROOT / "examples/cpp/hello_attention"
+MINOR = ".".join(torch.__version__.split(".")[:2])
+PREFIX = f"torch-{MINOR}"
+_spec = importlib.util.spec_from_file_location("wheel_parts", ROOT / "scripts/wheel_parts.py")
+wheel_parts = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(wheel_parts)
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +37,85 @@ def wheel(tmp_path_factory) -> Path:
     return site
 
 
-def test_wheel_carries_both_languages(wheel):
-    package = wheel / "attnpack"
-    for file in ("include/attnpack/attnpack.h", "include/attnpack/ops/attention.h", "lib/libattnpack.so", "py.typed",
-                 "cpp.pyi", "share/cmake/attnpack/attnpackConfig.cmake", "tools/data/smollm2_reference.json",
-                 "tools/cli.py"):  # fmt: skip
-        assert (package / file).is_file(), file
-    assert list(package.glob("_C.*.so"))
-    assert not list(package.glob("include/attnpack/bindings")), "bindings need Python, the installed headers do not"
+@pytest.fixture
+def prefix(wheel) -> Path:
+    """The folder of the native code for this torch."""
+    return wheel / "attnpack" / PREFIX
+
+
+def test_wheel_carries_both_languages(wheel, prefix):
+    for file in ("include/attnpack/attnpack.h", "include/attnpack/ops/attention.h", "lib/libattnpack.so",
+                 "share/cmake/attnpack/attnpackConfig.cmake"):  # fmt: skip
+        assert (prefix / file).is_file(), file
+    for file in ("py.typed", "cpp.pyi", "tools/data/smollm2_reference.json", "tools/cli.py"):
+        assert (wheel / "attnpack" / file).is_file(), file
+    assert list(prefix.glob("_C.*.so"))
+    assert not list(prefix.glob("include/attnpack/bindings")), "bindings need Python, the installed headers do not"
     metadata = next(wheel.glob("*.dist-info/METADATA")).read_text()
     assert f"Version: {attnpack.__version__}\n" in metadata
     assert re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE) == ["torch>=2.11"]
     assert "attnpack = attnpack.tools.cli:main" in next(wheel.glob("*.dist-info/entry_points.txt")).read_text()
 
 
-def test_wheel_names_no_folder_of_this_machine(wheel):
-    for file in [wheel / "attnpack/lib/libattnpack.so", *wheel.glob("attnpack/_C.*.so")]:
-        runpath = re.search(
-            r"R(?:UN)?PATH\)\s+Library r(?:un)?path: \[(.*)\]", run_program("readelf", "-d", file).stdout
-        )[1]
-        assert all(entry.startswith("$ORIGIN") for entry in runpath.split(":")), runpath
+def test_wheel_passes_its_check(wheel):
+    """scripts/wheel.sh asks the same: parts, RUNPATHs, symbols that torch has, no folder of this machine."""
+    assert wheel_parts.check(next(wheel.parent.glob("*.whl")), [TORCH_DIR]) == []
+
+
+def test_the_check_of_a_wheel_finds_what_is_wrong(wheel, prefix, tmp_path):
+    """Against a torch without symbols, with a RUNPATH of this machine, a lost part and a folder's name."""
+    bad = tmp_path / "bad"
+    shutil.copytree(wheel, bad)
+    (bad / "torchgen").mkdir()
+    broken = bad / "attnpack" / prefix.name
+    (broken / "share/attnpack/build.json").unlink()
+    (broken / "note.txt").write_text(f"made in {ROOT}")
+    source = tmp_path / "outside.cpp"
+    source.write_text("namespace at { void none(); } void f() { at::none(); }")
+    compiler = os.environ.get("CXX", "c++")
+    built = run_program(compiler, "-shared", "-fPIC", source, f"-Wl,-rpath,{TORCH_DIR}", "-o", broken / "lib/bad.so")
+    assert built.returncode == 0, built.text
+    archive = Path(shutil.make_archive(str(tmp_path / "attnpack"), "zip", bad))
+    wrong = "\n".join(wheel_parts.check(archive, [TORCH_DIR]))
+    for finding in ("beside the package stand torchgen", f"{PREFIX} lacks share/attnpack/build.json",
+                    f"note.txt names {ROOT}", f"lib/bad.so: RUNPATH {TORCH_DIR}",
+                    "lib/bad.so: no library of torch defines _ZN2at4noneEv"):  # fmt: skip
+        assert finding in wrong
+    assert len(wrong.splitlines()) == 5, wrong
+
+
+def test_wheels_for_several_torches_are_joined(wheel, tmp_path):
+    """The other one is this one under another name: each has its folder, and the joined wheel asks for one of them."""
+    other = tmp_path / "other"
+    shutil.copytree(wheel, other)
+    (other / "attnpack" / PREFIX).rename(other / "attnpack/torch-2.11")
+    second = Path(shutil.make_archive(str(tmp_path / "second"), "zip", other))
+    wheel_parts.join(tmp_path / "joined", [next(wheel.parent.glob("*.whl")), second])
+    site = tmp_path / "site"
+    zipfile.ZipFile(next((tmp_path / "joined").glob("attnpack-*.whl"))).extractall(site)
+    assert sorted(path.name for path in site.glob("attnpack/torch-*")) == ["torch-2.11", PREFIX]
+    metadata = next(site.glob("*.dist-info/METADATA")).read_text()
+    last = int(MINOR.split(".")[1])
+    missing = "".join(f",!=2.{number}.*" for number in range(12, last))
+    assert f"Requires-Dist: torch>=2.11,<2.{last + 1}{missing}\n" in metadata
+    ran = run_python("import attnpack; print(attnpack._load.PREFIX)", first=site)
+    assert ran.stdout.strip() == str(site / "attnpack" / PREFIX), ran.text
+    shutil.rmtree(site / "attnpack" / PREFIX)
+    stopped = run_python("import attnpack", first=site)
+    wanted = f"this wheel of attnpack has native code for torch 2.11, but this is torch {torch.__version__}: run "
+    assert stopped.returncode == 1 and wanted in stopped.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "minors, wanted",
+    [
+        (["2.13"], "torch>=2.13,<2.14"),
+        (["2.14", "2.13"], "torch>=2.13,<2.15"),
+        (["2.11", "2.13"], "torch>=2.11,<2.14,!=2.12.*"),
+    ],
+)
+def test_a_joined_wheel_asks_for_its_torches(minors, wanted):
+    assert wheel_parts.requirement(minors) == wanted
 
 
 def test_wheel_runs_in_python(wheel):
@@ -64,7 +129,7 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
     prefix = run_python(
         "import sys; from attnpack.tools.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
     )
-    assert prefix.stdout.strip() == str(wheel / "attnpack")
+    assert prefix.stdout.strip() == str(wheel / "attnpack" / PREFIX)
     configured = run_program("cmake", "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix.stdout.strip()}")
     assert configured.returncode == 0, configured.text
     built = run_program("cmake", "--build", tmp_path)
@@ -80,10 +145,10 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
 
 @needs("pkg-config")
 @pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=[needs("clang++"), pytest.mark.long])])
-def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
+def test_pkg_config_gives_the_flags_of_a_program(wheel, prefix, tmp_path, compiler):
     """Without CMake. The wheel lies beside no torch here, so the test names it. The umbrella includes every public
     header (test_arrows.py), so none has a warning."""
-    environment = os.environ | {"PKG_CONFIG_PATH": str(wheel / "attnpack/lib/pkgconfig")}
+    environment = os.environ | {"PKG_CONFIG_PATH": str(prefix / "lib/pkgconfig")}
     ask = ("pkg-config", f"--define-variable=torchdir={TORCH_DIR}", "--cflags", "--libs", "attnpack")
     assert run_program("pkg-config", "--modversion", "attnpack", env=environment).stdout.strip() == attnpack.__version__
     beside = run_program("pkg-config", "--variable=torchdir", "attnpack", env=environment).stdout.strip()
@@ -125,13 +190,12 @@ def test_example_is_short():
     assert len((EXAMPLE / "main.cpp").read_text().splitlines()) < 40
 
 
-def test_find_package_refuses_another_torch(wheel, tmp_path):
+def test_find_package_refuses_another_torch(prefix, tmp_path):
     torch_dir = fake_torch(tmp_path / "torch", "2.99.0")
-    arguments = [f"-DCMAKE_PREFIX_PATH={wheel / 'attnpack'}", f"-DATTNPACK_TORCH_DIR={torch_dir}"]
+    arguments = [f"-DCMAKE_PREFIX_PATH={prefix}", f"-DATTNPACK_TORCH_DIR={torch_dir}"]
     stopped = run_program("cmake", "-S", EXAMPLE, "-B", tmp_path / "b", *arguments)
-    minor = ".".join(torch.__version__.split(".")[:2])
     assert stopped.returncode != 0
-    assert f"attnpack was built for torch {minor}, but {torch_dir} is torch 2.99.0" in stopped.text
+    assert f"attnpack was built for torch {MINOR}, but {torch_dir} is torch 2.99.0" in stopped.text
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 #include <attnpack/weights/detail/json.h>
 
-#include <charconv>
-#include <cmath>
+#include <nlohmann/json.hpp>
 
 #include <attnpack/weights/detail/file_errors.h>
 
@@ -11,12 +10,6 @@ namespace {
 
 // Longer texts are cut by brief(): no more of them is worth building.
 constexpr size_t kEnough = 1000;
-
-std::string shown_double(double number) {
-  char digits[32];
-  std::string text(digits, std::to_chars(digits, digits + sizeof(digits), number).ptr);
-  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
-}
 
 void append(std::string& text, const Json& value);
 
@@ -38,7 +31,7 @@ struct Appender {
   void operator()(bool value) const { text += value ? "True" : "False"; }
   void operator()(int64_t number) const { text += std::to_string(number); }
   void operator()(uint64_t number) const { text += std::to_string(number); }
-  void operator()(double number) const { text += shown_double(number); }
+  void operator()(double number) const { text += nlohmann::json(number).dump(); }
   void operator()(const std::string& words) const { text += in_quotes(words.substr(0, kEnough)); }
   void operator()(const Json::List& list) const {
     append_items(text, list, "[]", [&](const Json& item) { append(text, item); });

@@ -1,0 +1,104 @@
+"""Joins wheels that were built for several releases of torch, and checks what came out. For scripts/wheel.sh.
+
+    python scripts/wheel_parts.py join FOLDER WHEEL ...    one wheel in FOLDER with what all of them have
+    python scripts/wheel_parts.py check WHEEL TORCH ...    TORCH: the folders of the releases that it was built for
+
+`check` exits with 1 if a library looks for others outside of the wheel and torch, if it needs a symbol that its torch
+lacks, if a file names the folder of this checkout, or if a part is missing.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OF_A_PREFIX = ("lib/libattnpack.so", "include/attnpack/attnpack.h", "share/cmake/attnpack/attnpackConfig.cmake",
+               "share/attnpack/build.json", "lib/pkgconfig/attnpack.pc")  # fmt: skip
+
+
+def join(folder: Path, wheels: list[Path]) -> None:
+    """The wheels differ in their torch-X.Y only. The joined one asks for one of these releases."""
+    with tempfile.TemporaryDirectory() as unpacked:
+        for wheel in wheels:
+            zipfile.ZipFile(wheel).extractall(unpacked)
+        minors = sorted(path.name.removeprefix("torch-") for path in Path(unpacked).glob("attnpack/torch-*"))
+        metadata = next(Path(unpacked).glob("*.dist-info")) / "METADATA"
+        text, count = re.subn(
+            r"^Requires-Dist: torch\S*$", f"Requires-Dist: {requirement(minors)}", metadata.read_text(), flags=re.M
+        )
+        assert count == 1, f"{metadata} names torch {count} times"
+        metadata.write_text(text)
+        folder.mkdir(parents=True)
+        subprocess.run([sys.executable, "-m", "wheel", "pack", "--dest-dir", folder, unpacked], check=True)
+
+
+def requirement(minors: list[str]) -> str:
+    """The releases between the first and the last, without those that were left out: torch>=2.13,<2.15."""
+    numbers = sorted(int(minor.split(".")[1]) for minor in minors)
+    missing = [f",!=2.{number}.*" for number in range(numbers[0], numbers[-1]) if number not in numbers]
+    return f"torch>=2.{numbers[0]},<2.{numbers[-1] + 1}{''.join(missing)}"
+
+
+def check(wheel: Path, torches: list[Path]) -> list[str]:
+    """What is wrong with the wheel."""
+    with tempfile.TemporaryDirectory() as unpacked:
+        zipfile.ZipFile(wheel).extractall(unpacked)
+        package, wrong = Path(unpacked) / "attnpack", []
+        if other := sorted(path.name for path in Path(unpacked).iterdir() if not path.name.startswith("attnpack")):
+            wrong.append(f"beside the package stand {', '.join(other)}")
+        for file in filter(Path.is_file, Path(unpacked).rglob("*")):
+            if str(ROOT).encode() in file.read_bytes():
+                wrong.append(f"{file.relative_to(unpacked)} names {ROOT}")
+        for torch in torches:
+            prefix = package / f"torch-{minor_of(torch)}"
+            wrong += [f"{prefix.name} lacks {part}" for part in OF_A_PREFIX if not (prefix / part).is_file()]
+            libraries = [*prefix.glob("lib/*.so"), *prefix.glob("_C.*.so")]
+            known = defined_symbols([*libraries, *(torch / "lib").glob("lib*.so")])
+            for library in libraries:
+                wrong += [f"{library.relative_to(package)}: RUNPATH {entry}" for entry in outside(library)]
+                lacking = sorted(symbol for symbol in needed_symbols(library) if symbol not in known)
+                wrong += [f"{library.relative_to(package)}: no library of torch defines {name}" for name in lacking]
+                print(f"{library.relative_to(package)}: {library.stat().st_size / 1e6:.1f} MB")
+        return wrong
+
+
+def minor_of(torch: Path) -> str:
+    return re.search(r"__version__ = '(\d+\.\d+)", (torch / "version.py").read_text())[1]
+
+
+def outside(library: Path) -> list[str]:
+    """The entries of the RUNPATH that do not begin at the library itself."""
+    found = re.search(r"R(?:UN)?PATH\).*\[(.*)\]", printed("readelf", "-d", library))
+    return [entry for entry in found[1].split(":") if not re.match(r"\$ORIGIN(/|$)", entry)] if found else []
+
+
+def defined_symbols(libraries: list[Path]) -> set[str]:
+    lines = printed("nm", "-D", "--defined-only", *libraries).splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines if " " in line}
+
+
+def needed_symbols(library: Path) -> set[str]:
+    """Those of C++ without a version, which are torch's or ours: the system's names have one."""
+    lines = [line.split() for line in printed("nm", "-D", "--undefined-only", library).splitlines()]
+    return {words[-1] for words in lines if words[0] == "U" and words[-1].startswith("_Z") and "@" not in words[-1]}
+
+
+def printed(*command) -> str:
+    return subprocess.run(command, text=True, capture_output=True, check=True).stdout
+
+
+def main(command: str, first: str, *others: str) -> int:
+    if command == "join":
+        join(Path(first), list(map(Path, others)))
+        return 0
+    wrong = check(Path(first), list(map(Path, others)))
+    for line in wrong:
+        print(f"wrong: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
