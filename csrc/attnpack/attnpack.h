@@ -42,6 +42,7 @@
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
+#include <attnpack/ops/causal_conv1d.h>
 #include <attnpack/ops/key_products.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/kv_cache_paged.h>

@@ -83,6 +83,7 @@ class StaticCache;
 
 struct AttentionInputs;
 struct AttentionOptions;
+struct CausalConv1dOptions;
 struct CausalLMInputs;
 struct CausalLMOptions;
 struct CompressedAttentionOptions;

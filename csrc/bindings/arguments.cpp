@@ -83,7 +83,7 @@ const std::map<std::string, std::string>& words_or_none() {
         {"bias", "a tensor [out], or None"},
         {"log_decay", "a float tensor [batch, heads, length] or [batch, heads, length, head_dim], or None" + kMake},
         {"beta", "a float tensor [batch, heads, length], or None" + kMake},
-        {"initial_state", "a float tensor [sequences, heads, head_dim, v_head_dim], or None" + kMake},
+        {"initial_state", "a float tensor, the state of each sequence before its first token, or None" + kMake},
         {"cu_seqlens", "an int32 or int64 tensor [sequences + 1], or None" + kMake},
         {"cache", "the tensors (key, value, lengths), or None"},
         {"key_index", "an int32 or int64 tensor [batch, 1 or num_kv_heads, q_len, n], or None" + kMake},

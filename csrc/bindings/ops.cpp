@@ -10,6 +10,7 @@
 #include <attnpack/layers/select_keys.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
+#include <attnpack/ops/causal_conv1d.h>
 #include <attnpack/ops/cpu/machine_speed.h>
 #include <attnpack/ops/cuda/kernels/table.h>
 #include <attnpack/ops/detail/onednn_linear.h>
@@ -300,6 +301,19 @@ std::tuple<Tensor, Tensor> linear_attention_py(const Tensor& query, const Tensor
                                          .scale(scale));
 }
 
+std::tuple<Tensor, Tensor> causal_conv1d_py(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                            const std::optional<std::string>& activation,
+                                            const OptionalTensor& initial_state, const OptionalTensor& kv_lens,
+                                            const OptionalTensor& cu_seqlens) {
+  return causal_conv1d_with_state(x, weight,
+                                  CausalConv1dOptions()
+                                      .bias(bias)
+                                      .activation(activation)
+                                      .initial_state(initial_state)
+                                      .kv_lens(kv_lens)
+                                      .cu_seqlens(cu_seqlens));
+}
+
 py::dict default_rules() {
   py::dict defaults;
   ScoreRules::for_each_rule(ScoreRules(), [&](const char* name, const auto& rule) {
@@ -371,6 +385,8 @@ void register_ops(py::module_& m) {
   define(m, "linears", &linears, {"input", "weights", "biases"});
   define(m, "linear_attention", &linear_attention_py,
          {"query", "key", "value", "log_decay", "beta", "initial_state", "kv_lens", "cu_seqlens", "scale"});
+  define(m, "causal_conv1d", &causal_conv1d_py,
+         {"x", "weight", "bias", "activation", "initial_state", "kv_lens", "cu_seqlens"});
   define(m, "rms_norm", &rms_norm, {"x", "weight", "eps"});
   define(m, "quantize_rows", &quantize_rows, {"x", "bits"});
   m.def("dequantize_rows", [](const Tensor& rows, int64_t bits, int64_t dim, at::ScalarType dtype) {

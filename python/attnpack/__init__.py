@@ -46,7 +46,15 @@ from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.norm import RMSNorm
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
-from .ops import apply_rope, attention, attention_scores, attention_varlen, linear_attention, merge_states
+from .ops import (
+    apply_rope,
+    attention,
+    attention_scores,
+    attention_varlen,
+    causal_conv1d,
+    linear_attention,
+    merge_states,
+)
 
 __all__ = [
     "CausalLM",
@@ -84,6 +92,7 @@ __all__ = [
     "attention_scores",
     "attention_varlen",
     "backend",
+    "causal_conv1d",
     "checkpoints",
     "convert",
     "cpp",

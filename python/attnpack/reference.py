@@ -275,6 +275,32 @@ def linear_attention(
     return torch.cat(outs, dim=2).to(query.dtype), state
 
 
+def causal_conv1d(
+    x: Tensor,  # [B, L, C]
+    weight: Tensor,  # [C, K]
+    bias: Tensor | None = None,  # [C]
+    *,
+    activation: str | None = None,  # "silu"
+    initial_state: Tensor | None = None,  # [B, C, K - 1]
+    kv_lens: Tensor | None = None,  # [B]
+) -> tuple[Tensor, Tensor]:
+    """The sum over a token and the K - 1 tokens before it, each channel by itself: out `[B, L, C]` and the last K - 1
+    inputs, `[B, C, K - 1]`. Tokens past `kv_lens` give 0 and are not among them."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    (batch, length, channels), past = x.shape, weight.shape[1] - 1
+    lens = [length] * batch if kv_lens is None else kv_lens.tolist()
+    outs, states = [], []
+    for b, valid in enumerate(lens):
+        before = x.new_zeros(past, channels) if initial_state is None else initial_state[b].T.to(x.dtype)
+        inputs = torch.cat([before, x[b, :valid]])
+        out = sum(inputs[k : k + valid].to(wide) * weight[:, k].to(wide) for k in range(past + 1))
+        out = out if bias is None else out + bias.to(wide)
+        out = out * out.sigmoid() if activation == "silu" else out
+        outs.append(torch.cat([out, out.new_zeros(length - valid, channels)]))
+        states.append(inputs[valid:].T)
+    return torch.stack(outs).to(x.dtype), torch.stack(states)
+
+
 def rope_table(
     positions: Tensor,  # [..., L]
     dim: int,

@@ -256,6 +256,8 @@ def checks(mesh):
         ("merge_states", ops.merge_states, [(4, 4, 6, 8), (4, 4, 6)] * 2, [[HEADS]] * 4),
         ("linear_attention, batch", recurrent, RECURRENT, [[BATCH]] * 5),
         ("linear_attention, heads", recurrent, RECURRENT, [[HEADS], [], [HEADS], [HEADS], []]),
+        ("causal_conv1d, batch", convolve, CONVOLVED, [[BATCH], [], [], [BATCH]]),
+        ("causal_conv1d, channels", convolve, CONVOLVED, [[ROWS], [BATCH], [], []]),
     ):
         cases[name] = lambda call=call, shapes=shapes, places=places: rows(mesh, call, shapes, places)
 
@@ -281,6 +283,13 @@ def recurrent(query, key, value, decay, beta):
     return attnpack.linear_attention(
         query, key, value, log_decay=-decay.square(), beta=beta.sigmoid(), return_state=True
     )
+
+
+CONVOLVED = [(4, 6, 8), (8, 3), (8,), (4, 8, 2)]
+
+
+def convolve(x, weight, bias, state):
+    return attnpack.causal_conv1d(x, weight, bias, activation="silu", initial_state=state, return_state=True)
 
 
 def attend_with_dropout(mesh, settings):

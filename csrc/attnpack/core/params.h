@@ -164,6 +164,35 @@ struct LinearAttentionBackwardParams {
   void *grad_log_decay, *grad_beta, *grad_initial_state;  // or null
 };
 
+// A causal convolution of each channel by itself. Rows of channels, each channel beside the next: x, out, the states.
+struct CausalConv1dParams {
+  int64_t sequences, length, channels, taps;
+  DType dtype;  // of x, out and the states
+  bool silu;
+
+  const void* x;  // [batch, length, channels]
+  int64_t x_batch_stride, x_row_stride;
+  const void* weight;         // [channels, taps] of the accumulation type, contiguous
+  const void* bias;           // [channels], as weight, or null
+  const void* initial_state;  // [sequences, taps - 1, channels], contiguous, or null: zeros
+  const int64_t* ends;        // as in LinearAttentionParams
+  const int64_t* kv_lens;
+
+  void* out;    // as x, contiguous
+  void* state;  // as initial_state
+};
+
+// Gradients of x and the initial state are of dtype; the others of the accumulation type.
+struct CausalConv1dBackwardParams {
+  CausalConv1dParams forward;  // out and state are not read
+  const void* grad_out;        // as out
+  const void* grad_state;      // as state, or null
+  void* grad_x;                // as out
+  void* grad_weight;           // [sequences, taps, channels]
+  void* grad_bias;             // [sequences, channels]
+  void* grad_initial_state;    // as state, or null
+};
+
 // A range of keys or queries.
 struct Range {
   int64_t begin, end;

@@ -170,6 +170,34 @@ def _recurrent_backward_ways(given: Given) -> Iterator[Way]:
         yield [Shard(dim) if given[name] is not None else Replicate() for name in _RECURRENT_HEADS], places
 
 
+_CONVOLVED = {"x": 2, "weight": 0, "bias": 0, "initial_state": 1, "grad_out": 2, "grad_state": 1}  # dim of the channels
+
+
+def _conv_places(batch: bool) -> dict[str, Placement]:
+    """Placements of the tensors of a causal convolution, for a share of the batch or of the channels."""
+    rows = {"x", "initial_state", "grad_out", "grad_state"}
+    if batch:
+        return {name: Shard(0) for name in (*rows, "kv_lens")}
+    return {name: Shard(dim) for name, dim in _CONVOLVED.items()}
+
+
+def _conv_forward_ways(given: Given) -> Iterator[Way]:
+    if given["cu_seqlens"] is None:
+        yield [Shard(0), Shard(0)], _conv_places(True)
+    yield [Shard(2), Shard(1)], _conv_places(False)
+
+
+def _conv_backward_ways(given: Given) -> Iterator[Way]:
+    def only_given(places: dict[str, Placement]) -> list[Placement]:  # a gradient of an argument not given is empty
+        return [p if given[name] is not None else Replicate() for name, p in places.items()]
+
+    if given["cu_seqlens"] is None:
+        results = {"x": Shard(0), "weight": Partial(), "bias": Partial(), "initial_state": Shard(0)}
+        yield only_given(results), _conv_places(True)
+    results = {name: Shard(_CONVOLVED[name]) for name in ("x", "weight", "bias", "initial_state")}
+    yield only_given(results), _conv_places(False)
+
+
 def _row_ways(given: Given) -> Iterator[Way]:
     """x [..., dim] of an op that treats each row alike: all dims but the last may be shared."""
     x = given["x"]
@@ -299,6 +327,8 @@ _WAYS: dict[torch._ops.OpOverload, Callable[[Given], Iterator[Way]]] = {
     _OPS.attention_varlen_backward.default: _varlen_backward_ways,
     _OPS.linear_attention.default: _recurrent_forward_ways,
     _OPS.linear_attention_backward.default: _recurrent_backward_ways,
+    _OPS.causal_conv1d.default: _conv_forward_ways,
+    _OPS.causal_conv1d_backward.default: _conv_backward_ways,
     _OPS.rms_norm.default: _row_ways,
     _OPS.null.default: _row_ways,
     _OPS.quantize_rows.default: _row_ways,

@@ -33,7 +33,7 @@ from .positions import (
     sinusoidal_positions,
     with_native_rope,
 )
-from .recurrent import linear_attention
+from .recurrent import causal_conv1d, linear_attention
 from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
 
@@ -54,6 +54,7 @@ __all__ = [
     "attention",
     "attention_scores",
     "attention_varlen",
+    "causal_conv1d",
     "compress_tokens",
     "dequantize_rows",
     "draw_seed",

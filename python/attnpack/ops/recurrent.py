@@ -1,6 +1,7 @@
-"""Linear attention, whose memory of a sequence is a state of fixed size.
+"""Linear attention, whose memory of a sequence is a state of fixed size, and the short convolution before it.
 
-B batch, Hk heads of query and key, Hv heads of values, L length, D head dim of queries and keys, Dv of values.
+B batch, Hk heads of query and key, Hv heads of values, L length, D head dim of queries and keys, Dv of values, C
+channels, K taps of a channel.
 """
 
 from __future__ import annotations
@@ -102,3 +103,72 @@ def _of_nested(
                                   scale=scale, return_state=True)  # fmt: skip
     out = nested.like(out.squeeze(0).transpose(0, 1), by_rows["query"]).transpose(1, 2)
     return (out, state) if return_state else out
+
+
+@overload
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+                  initial_state: Tensor | None = None, kv_lens: Tensor | None = None,
+                  cu_seqlens: Tensor | None = None, return_state: Literal[False] = False) -> Tensor: ...  # fmt: skip
+@overload
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+                  initial_state: Tensor | None = None, kv_lens: Tensor | None = None,
+                  cu_seqlens: Tensor | None = None,
+                  return_state: Literal[True]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+                  initial_state: Tensor | None = None, kv_lens: Tensor | None = None,
+                  cu_seqlens: Tensor | None = None,
+                  return_state: bool) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The short convolution of recurrent layers: each channel by itself, over a token and the K - 1 tokens before it.
+
+    out_t = act(bias + sum over j of weight_j x_(t - K + 1 + j)). x, weight, bias and initial_state have gradients, from
+    the output and from the returned state. Bits of the output do not depend on threads or batch. On CUDA it is a
+    composition of torch's ops.
+
+    Args:
+        x: [B, L, C], float64, float32, bfloat16 or float16, any strides, or a jagged nested tensor [B, L*, C]. A tensor
+            [B, C, L] is one by `.transpose(1, 2)`, without a copy; the output is laid as x.
+        weight: [C, K]; that of an nn.Conv1d is one by `.squeeze(1)`. bias: [C].
+        activation: "silu", or None.
+        initial_state: [B, C, K - 1], or one for each packed sequence: the inputs before the first token, the last one
+            last; default zeros.
+        kv_lens: int32 or int64 [B], the tokens of each sequence. Those after them give 0 and leave the state alone,
+            whatever they hold.
+        cu_seqlens: int32 or int64 [N + 1]: N packed sequences stand one after the other in a batch of one; sequence n
+            has the tokens cu_seqlens[n] to cu_seqlens[n + 1].
+        return_state: also return the last K - 1 inputs of each sequence. Given as initial_state to the next call they
+            continue the sequences: a decode step is a call of one token.
+
+    Returns:
+        out [B, L, C], or (out, state [B or N, C, K - 1] in x's dtype).
+
+    Raises:
+        ValueError: a shape, dtype, device or length does not fit; the message names it.
+    """
+    if nested.is_nested(x):
+        nested.refuse(kv_lens=kv_lens, cu_seqlens=cu_seqlens)
+        packed = nested.rows("x", x).unsqueeze(0)
+        out, state = causal_conv1d(packed, weight, bias, activation=activation, initial_state=initial_state,
+                                   cu_seqlens=x.offsets(), return_state=True)  # fmt: skip
+        out = nested.like(out.squeeze(0), x)
+        return (out, state) if return_state else out
+    if torch.compiler.is_compiling():
+        if activation not in (None, "silu"):
+            raise ValueError(f"attnpack: activation: got {activation!r}, want 'silu', or none")
+        result = torch.ops.attnpack.causal_conv1d(
+            x, weight, bias, initial_state, kv_lens, cu_seqlens, activation == "silu"
+        )
+    else:
+        result = _C.causal_conv1d(x, weight, bias, activation, initial_state, kv_lens, cu_seqlens)
+    return result if return_state else result[0]

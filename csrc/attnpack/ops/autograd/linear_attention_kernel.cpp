@@ -4,6 +4,7 @@
 #include <attnpack/ops/autograd/node.h>
 #include <attnpack/ops/autograd/saved_arguments.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
+#include <attnpack/ops/detail/optional_tensor.h>
 
 namespace attnpack {
 namespace {
@@ -44,8 +45,8 @@ struct LinearAttentionBackward : torch::autograd::Node {
 
 LinearAttentionResult linear_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                                 const LinearAttentionArguments& args) {
-  const auto given = [](const std::optional<Tensor>& x) { return x.value_or(Tensor()); };
-  const Tensor g = given(args.log_decay), beta = given(args.beta), state = given(args.initial_state);
+  const Tensor g = or_undefined(args.log_decay), beta = or_undefined(args.beta),
+               state = or_undefined(args.initial_state);
   const bool differentiable = torch::autograd::compute_requires_grad(query, key, value, g, beta, state);
   // CUDA runs the formula anyway, so its gradients are those of the formula.
   if (wants_formula({&query, &key, &value, &g, &beta, &state}) || (differentiable && query.is_cuda()))

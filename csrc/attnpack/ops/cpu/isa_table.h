@@ -7,9 +7,9 @@
 namespace attnpack {
 
 // The kernels of one instruction set. One that multiplies pairs of bf16 is compiled without what needs no pairs, which
-// takes the kernels of `plain`: fp64, linear attention, and all but bf16 where keys and weights are not streamed.
-// (Streaming is tuned for the processors that have pairs, in every dtype: see kOnce in dot.h.) Elsewhere `plain` is the
-// instruction set itself.
+// takes the kernels of `plain`: fp64, linear attention, convolutions, and all but bf16 where keys and weights are not
+// streamed. (Streaming is tuned for the processors that have pairs, in every dtype: see kOnce in dot.h.) Elsewhere
+// `plain` is the instruction set itself.
 #define ATTNPACK_KERNELS(isa, plain)                               \
   {Split<isa::prefill_scratch, plain::prefill_scratch>::by_bf16,   \
    Split<isa::prefill, plain::prefill>::by_bf16,                   \
@@ -24,6 +24,10 @@ namespace attnpack {
    plain::linear_attention,                                        \
    plain::linear_attention_backward_scratch,                       \
    plain::linear_attention_backward,                               \
+   plain::causal_conv1d_scratch,                                   \
+   plain::causal_conv1d,                                           \
+   plain::causal_conv1d_backward_scratch,                          \
+   plain::causal_conv1d_backward,                                  \
    Split<isa::rms_norm_rows, plain::rms_norm_rows>::by_bf16,       \
    Split<isa::quantize_rows, plain::quantize_rows>::by_bf16,       \
    Split<isa::dequantize_rows, plain::dequantize_rows>::by_bf16,   \

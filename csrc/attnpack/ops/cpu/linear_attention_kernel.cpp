@@ -5,8 +5,8 @@
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
-#include <attnpack/ops/detail/read_numbers.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/sequences.h>
 #include <attnpack/threads/threads.h>
 
 #include <limits>
@@ -58,14 +58,11 @@ struct PreparedRecurrence {
       p.initial_state = initial_state.const_data_ptr();
     }
     if (args.cu_seqlens) {
-      ends = read_sequence_ends(q, args);
+      ends = read_ends(*args.cu_seqlens, p.length, "query");
       p.ends = ends.data();
     }
     if (args.kv_lens) {
-      lens = read_numbers(*args.kv_lens);
-      for (size_t b = 0; b < lens.size(); ++b)
-        ATTNPACK_CHECK(lens[b] >= 0 && lens[b] <= p.length, "kv_lens[", b, "]: got ", lens[b], ", want 0 to ", p.length,
-                       ", the tokens of query");
+      lens = read_lens(*args.kv_lens, p.length, "query");
       p.kv_lens = lens.data();
     }
     p.sequences = args.cu_seqlens ? static_cast<int64_t>(ends.size()) - 1 : q.size(0);

@@ -46,9 +46,6 @@ std::vector<c10::SymInt> linear_state_shape(const Tensor& query, const Tensor& v
 std::vector<c10::SymInt> linear_out_shape(const Tensor& query, const Tensor& value);
 double linear_scale(const Tensor& query, const LinearAttentionArguments& args);
 
-// cu_seqlens as numbers, checked against the tokens of query.
-std::vector<int64_t> read_sequence_ends(const Tensor& query, const LinearAttentionArguments& args);
-
 // The formula in ATen ops, in chunks, and its gradients, which may be differentiated again. Forward mode, double
 // backward and CUDA run them.
 LinearAttentionResult linear_attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -1,10 +1,10 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/variable.h>
 
+#include <attnpack/ops/detail/formula_gradients.h>
 #include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
+#include <attnpack/ops/detail/sequences.h>
 
 namespace attnpack {
 namespace {
@@ -80,11 +80,7 @@ LinearAttentionResult linear_attention_formula(const Tensor& query, const Tensor
   const auto wide = accumulation_type(query);
   const int64_t key_heads = query.size(1), group = key_heads ? value.size(1) / key_heads : 1, length = query.size(2);
   // Tokens after the valid ones become ones that change nothing: their decay is exp(0).
-  Tensor padding;
-  if (args.kv_lens) {
-    const Tensor tokens = at::arange(length, args.kv_lens->options());
-    padding = tokens.unsqueeze(0).ge(args.kv_lens->unsqueeze(1)).unsqueeze(1);  // [B, 1, L]
-  }
+  const Tensor padding = args.kv_lens ? padding_of(*args.kv_lens, length).unsqueeze(1) : Tensor();  // [B, 1, L]
   const auto prepared = [&](const Tensor& x) {
     const Tensor numbers = x.to(wide);
     return padding.defined() ? numbers.masked_fill(x.dim() == 4 ? padding.unsqueeze(-1) : padding, 0) : numbers;
@@ -100,7 +96,7 @@ LinearAttentionResult linear_attention_formula(const Tensor& query, const Tensor
   if (!args.cu_seqlens) {
     std::tie(out, last) = in_chunks(q, k, v, g, beta, state);
   } else {
-    const std::vector<int64_t> ends = read_sequence_ends(query, args);
+    const std::vector<int64_t> ends = read_ends(*args.cu_seqlens, length, "query");
     std::vector<Tensor> outs{v.narrow(2, 0, 0)}, states{state.narrow(0, 0, 0)};
     for (size_t n = 0; n + 1 < ends.size(); ++n) {
       const auto part = [&](const Tensor& x) { return x.defined() ? x.narrow(2, ends[n], ends[n + 1] - ends[n]) : x; };
@@ -119,38 +115,23 @@ LinearAttentionGradients linear_attention_backward_formula(const Tensor& grad_ou
                                                            const Tensor& key, const Tensor& value,
                                                            const LinearAttentionArguments& args) {
   check_linear_attention_backward(grad_out, grad_state, query, key, value, args);
-  // With create_graph the result hangs on the graph of the inputs, and can be differentiated once more. A kernel below
-  // autograd calls this too, so autograd is let in again.
-  const bool create_graph = at::GradMode::is_enabled();
-  const at::AutoGradMode enable(true);
-  auto keys = c10::impl::tls_local_dispatch_key_set();
-  const c10::impl::ForceDispatchKeyGuard with_autograd(
-      keys.included_, keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  // Views, because one input may be a function of another, or the same tensor.
-  const auto source = [&](const Tensor& x) {
-    return create_graph && x.requires_grad() ? x.view_as(x) : x.detach().set_requires_grad(true);
+  std::vector<Tensor> inputs{query, key, value};
+  for (const auto* given : {&args.log_decay, &args.beta, &args.initial_state})
+    if (*given) inputs.push_back(**given);
+  const auto formula = [&](const std::vector<Tensor>& sources) {
+    LinearAttentionArguments from = args;
+    size_t i = 3;
+    for (auto* given : {&from.log_decay, &from.beta, &from.initial_state})
+      if (*given) *given = sources[i++];
+    return linear_attention_formula(sources[0], sources[1], sources[2], from);
   };
-  torch::autograd::variable_list inputs{source(query), source(key), source(value)};
-  LinearAttentionArguments sources = args;
-  for (std::optional<Tensor>* x : {&sources.log_decay, &sources.beta, &sources.initial_state}) {
-    if (!*x) continue;
-    *x = source(**x);
-    inputs.push_back(**x);
-  }
-  const auto [out, state] = linear_attention_formula(inputs[0], inputs[1], inputs[2], sources);
-  torch::autograd::variable_list outputs{out}, upstream{grad_out.to(out.scalar_type())};
-  if (grad_state) outputs.push_back(state), upstream.push_back(grad_state->to(state.scalar_type()));
-  const auto found = torch::autograd::grad(outputs, inputs, upstream, /*retain_graph=*/create_graph, create_graph,
-                                           /*allow_unused=*/true);
-  size_t i = 0;
-  const auto next = [&](const std::optional<Tensor>& x) {
-    if (!x) return at::empty({0}, query.options());
-    const Tensor& gradient = found[i++];
-    return gradient.defined() ? gradient : at::zeros_like(*x);
+  const std::vector<Tensor> found = gradients_of_formula(formula, inputs, grad_out, grad_state);
+  size_t i = 3;
+  const auto next = [&](const std::optional<Tensor>& given) {
+    return given ? found[i++].contiguous() : at::empty({0}, query.options());
   };
-  const Tensor q = next(query), k = next(key), v = next(value);
-  const Tensor g = next(args.log_decay), beta = next(args.beta), first = next(args.initial_state);
-  return {laid_as(query, q), laid_as(key, k), laid_as(value, v), g.contiguous(), beta.contiguous(), first.contiguous()};
+  const Tensor g = next(args.log_decay), beta = next(args.beta), state = next(args.initial_state);
+  return {laid_as(query, found[0]), laid_as(key, found[1]), laid_as(value, found[2]), g, beta, state};
 }
 
 }  // namespace attnpack

@@ -42,6 +42,13 @@ struct Kernels {
   void (*linear_attention_backward)(const LinearAttentionBackwardParams&, int64_t sequence, int64_t key_head,
                                     void* scratch);
 
+  // Some tokens and channels of a sequence of a causal convolution; the range that ends with the sequence writes the
+  // state. And the gradients of some channels of a sequence.
+  size_t (*causal_conv1d_scratch)(const CausalConv1dParams&);
+  void (*causal_conv1d)(const CausalConv1dParams&, int64_t sequence, Range tokens, Range channels, void* scratch);
+  size_t (*causal_conv1d_backward_scratch)(const CausalConv1dBackwardParams&);
+  void (*causal_conv1d_backward)(const CausalConv1dBackwardParams&, int64_t sequence, Range channels, void* scratch);
+
   void (*rms_norm_rows)(const RmsNormParams&, Range rows);
 
   // scratch: a float for each number of a row.
@@ -96,6 +103,9 @@ constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
 // Row width of grad_query_sums: whole panels of the matrix product in every instruction set.
 constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
+// How many tokens and channels a unit of a causal convolution has at most.
+constexpr int64_t kConvTokens = 128, kConvChannels = 256;
+
 #define ATTNPACK_DECLARE_ISA(isa)                                                                \
   namespace isa {                                                                                \
   size_t prefill_scratch(const AttentionParams&);                                                \
@@ -111,6 +121,10 @@ constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 3
   void linear_attention(const LinearAttentionParams&, int64_t, int64_t, void*);                  \
   size_t linear_attention_backward_scratch(const LinearAttentionBackwardParams&);                \
   void linear_attention_backward(const LinearAttentionBackwardParams&, int64_t, int64_t, void*); \
+  size_t causal_conv1d_scratch(const CausalConv1dParams&);                                       \
+  void causal_conv1d(const CausalConv1dParams&, int64_t, Range, Range, void*);                   \
+  size_t causal_conv1d_backward_scratch(const CausalConv1dBackwardParams&);                      \
+  void causal_conv1d_backward(const CausalConv1dBackwardParams&, int64_t, Range, void*);         \
   void rms_norm_rows(const RmsNormParams&, Range);                                               \
   void quantize_rows(const QuantizeParams&, Range, void*);                                       \
   void dequantize_rows(const QuantizeParams&, Range, void*);                                     \

@@ -130,4 +130,11 @@ inline Vec<double> tanh(Vec<double> x) {
   return x;
 }
 
+// 1 / (1 + exp(-x)); exp is taken of numbers up to 0, so that nothing overflows.
+template <class V>
+inline V sigmoid(V x) {
+  const V e = exp(x < 0 ? x : -x), one = V{} + 1;
+  return (x < 0 ? e : one) / (one + e);
+}
+
 }  // namespace attnpack::ATTNPACK_ISA
