@@ -1,6 +1,8 @@
-"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed."""
+"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed; and times in
+words."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 
@@ -28,3 +30,18 @@ def seconds_bar(total: float, done: float, title: str) -> Iterator[Callable[[flo
             bar.update(min(seconds, total) - bar.n)
 
         yield show
+
+
+def duration(seconds: float) -> str:
+    """The seconds in the unit that fits."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+
+
+def finish(seconds: float) -> str:
+    """The time of the clock in so many seconds, with the day if that is another one."""
+    now = time.time()
+    there = time.localtime(now + seconds)
+    same_day = there.tm_yday == time.localtime(now).tm_yday
+    return time.strftime("%H:%M" if same_day else "%a %H:%M", there)

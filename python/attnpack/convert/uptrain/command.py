@@ -6,7 +6,6 @@ import argparse
 import functools
 import hashlib
 import json
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from ...checkpoints.tokenizer import load_tokenizer
 from ...checkpoints.writer import SafetensorsWriter, write_json
 from ...file_errors import naming
 from ...nn.causal_lm import CausalLM
-from ...progress import seconds_bar
+from ...progress import duration, finish, seconds_bar
+from ...training import read_state, save_state
 from ..checkpoint.conversion import RECORD
 from ..checkpoint.streams import load_text, text_name
 from .distill import Distillation, perplexity
@@ -92,7 +92,7 @@ def uptrain(args: argparse.Namespace, say) -> UptrainReport:
         raise ValueError(
             f"{text_name(args.text)}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text"
         )
-    say(f"loads and measures, trains for {_duration(60 * args.minutes)}, then measures once more")
+    say(f"loads and measures, trains for {duration(60 * args.minutes)}, then measures once more")
     teacher, student = load(teacher_path), CausalLM.from_hf(directory)
     _check_pair(student, teacher, teacher_path)
     held_out, ids = ids[:measured].view(-1, length), ids[measured:]
@@ -103,7 +103,7 @@ def uptrain(args: argparse.Namespace, say) -> UptrainReport:
     resumed = state_path.is_file() and not args.restart
     if resumed:
         figures = _load_state(work, state_path, about)
-        say(f"going on after {work.steps} steps and {_duration(work.spent)}")
+        say(f"going on after {work.steps} steps and {duration(work.spent)}")
     else:
         figures = {"before": perplexity(student, held_out), "teacher": perplexity(teacher, held_out)}
         student.train()
@@ -142,10 +142,9 @@ def _train_and_save(work: Distillation, save, say) -> None:
         took = work.train_step() if work.spent < work.seconds else took  # the first step warms up
         left = max(0.0, work.seconds - work.spent)
         if left >= took:
-            finish = time.strftime("%H:%M", time.localtime(time.time() + left))
             say(
-                f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {_duration(left)} "
-                f"left, until {finish}; Ctrl-C keeps what is done, and the same command goes on"
+                f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {duration(left)} "
+                f"left, until {finish(left)}; Ctrl-C keeps what is done, and the same command goes on"
             )
     with seconds_bar(work.seconds, work.spent, "uptraining") as show:
 
@@ -160,12 +159,8 @@ def _train_and_save(work: Distillation, save, say) -> None:
             work.train(after_step)
         except KeyboardInterrupt:
             save()
-            say(f"\nkept {work.steps} steps and {_duration(work.spent)}; the same command goes on")
+            say(f"\nkept {work.steps} steps and {duration(work.spent)}; the same command goes on")
             raise
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
 
 
 def _mean(values: list[float]) -> float:
@@ -203,20 +198,14 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
 
 
 def _save_state(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
-    # Given a name, torch.save hides the error of a full disk; given an open file, it does not.
-    with atomic_file(path) as partial, partial.open("xb") as file:
-        torch.save({"about": about, "figures": figures, "work": work.state()}, file)
+    save_state(path, {"about": about, "figures": figures, "work": work.state()})
 
 
 def _load_state(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, float]:
-    try:
-        state = torch.load(path, weights_only=True)
-        was = state["about"]
-    except Exception as error:
-        raise ValueError(f"{path}: cannot be read ({type(error).__name__}); pass --restart to begin anew") from error
+    state = read_state(path, "pass --restart to begin anew")
     with naming(path, "cannot be read", "pass --restart to begin anew"):
         for name, value in about.items():
-            if was.get(name) != value:
+            if state["about"].get(name) != value:
                 raise ValueError(f"{path}: is of a training with another {name}; go on with that, or pass --restart")
         work.load_state(state["work"])
         return {name: float(state["figures"][name]) for name in ("before", "teacher")}
