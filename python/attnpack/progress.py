@@ -1,4 +1,4 @@
-"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed; and times in
+"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed. Times in
 words."""
 
 import contextlib

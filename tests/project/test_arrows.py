@@ -75,6 +75,7 @@ IMPORTS = {
     "hf/layers": [".", "ops", "cache", "nn", "nn/attention", "hf"],
     "tools": None,  # the command line: everything
     "tools/bench": None,
+    "tools/compare": None,
     "tools/demo": None,
     "tools/plot": None,
 }

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]
+COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "compare", "bench", "plot"]
 
 
 def run(*arguments, **environment):

@@ -5,6 +5,7 @@ import codecs
 import io
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -126,6 +127,24 @@ def build_parser() -> argparse.ArgumentParser:
     uptrain.add_argument("--seed", type=_seed, default=0, metavar="N", help=order)
     uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
 
+    example = "attnpack compare --variants mha gqa-2 mla --params 200K --seeds 3 --out compared"
+    compare = _command(commands, "compare", _compare, "train small models of each attention variant", example)
+    names = "mha, gqa-N (N key-value heads, 1 to 8), mqa, mla, diff, sparse, gdn [all, with gqa-4 and gqa-2]"
+    compare.add_argument("--variants", nargs="+", metavar="NAME", help=names)
+    count = "parameters of each model: the feed-forwards take what attention leaves [200K]"
+    compare.add_argument("--params", type=_params, default="200K", metavar="N", help=count)
+    compare.add_argument("--seeds", type=_positive, default=3, metavar="N", help="runs of each variant [%(default)s]")
+    steps = "steps of each run [300 for 200K, 1000 for 5M]"
+    compare.add_argument("--steps", type=_positive, metavar="N", help=steps)
+    text = "text to train and measure on, as bytes [Python's help topics and library]"
+    compare.add_argument("--text", type=Path, metavar="FILE", help=text)
+    folder = "folder for compare.json, compare.md and compare.svg; the same command goes on where it was stopped"
+    compare.add_argument("--out", type=Path, required=True, metavar="DIR", help=folder)
+    rate = "highest learning rate, for all variants [0.003 for 200K, 0.0015 for 5M]"
+    compare.add_argument("--learning-rate", type=float, metavar="R", help=rate)
+    threads = "number of torch's threads [1 below 1M parameters, else torch's default]"
+    compare.add_argument("--threads", type=_positive, metavar="N", help=threads)
+
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
     bench = _command(
         commands,
@@ -225,6 +244,12 @@ def _uptrain(args: argparse.Namespace) -> None:
     uptrain.main(args)
 
 
+def _compare(args: argparse.Namespace) -> None:
+    from . import compare
+
+    compare.main(args)
+
+
 def _bench(args: argparse.Namespace) -> None:
     from . import bench
     from .bench import model
@@ -270,6 +295,16 @@ def _number(text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], 
 
 def _positive(text: str) -> int:
     return _number(text, int, lambda x: x >= 1, "a whole number, at least 1")
+
+
+def _params(text: str) -> int:
+    """A number of parameters such as 200K, 1.5M or 150000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KkMm]?)", text)
+    factor = {"": 1, "k": 1_000, "m": 1_000_000}[found[2].lower()] if found else 0
+    count = round(float(found[1]) * factor) if found else 0
+    if not 1 <= count <= 10**9:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number up to 1000M, such as 200K or 5M")
+    return count
 
 
 def _count(text: str) -> int:

@@ -6,16 +6,14 @@ Each function gives a `Drawing`. A notebook shows one that a cell ends with; `sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 from ...atomic_write import atomic_file
+from .svg import GROUPS, INK, box, circle, line, path, text
 
 # Okabe and Ito's colours, lighter where text stands on them.
 QUERY, KEY, LATENT, NEW, PLAIN = "#9fd0ee", "#f4b183", "#8fd3bd", "#e8b4d2", "#eeeeee"
-INK = "#222222"
-GROUPS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#E69F00", "#8c564b")
 
 
 class Drawing(NamedTuple):
@@ -69,20 +67,20 @@ def latent(num_heads: int = 8, *, note: str = "") -> Drawing:
     step, width = 30, max(30 * num_heads + 20, 200)
     left, middle = (width - step * num_heads) / 2, width / 2
     latent_at, rotated_at = middle - 48, middle + 52  # the middles of the two boxes
-    parts = [_text(middle, 18, "MLA: made from one latent", bold=True)]
+    parts = [text(middle, 18, "MLA: made from one latent", bold=True)]
     for h in range(num_heads):
         x = left + h * step
         parts += [
-            _line(x + 11, 58, x + 11, 88, GROUPS[h % len(GROUPS)]),
-            _line(x + 11, 112, latent_at, 142, "#888888", dashed=True),
-            _line(x + 11, 112, rotated_at, 142, "#e0a070", dashed=True),
-            _box(x, 34, 22, 24, f"q{h}", QUERY),
-            _box(x, 88, 22, 24, f"kv{h}", PLAIN, dashed=True),
+            line(x + 11, 58, x + 11, 88, GROUPS[h % len(GROUPS)]),
+            line(x + 11, 112, latent_at, 142, "#888888", dashed=True),
+            line(x + 11, 112, rotated_at, 142, "#e0a070", dashed=True),
+            box(x, 34, 22, 24, f"q{h}", QUERY),
+            box(x, 88, 22, 24, f"kv{h}", PLAIN, dashed=True),
         ]
     parts += [
-        _box(latent_at - 46, 142, 92, 24, "latent c", LATENT),
-        _box(rotated_at - 40, 142, 80, 24, "rotated key", KEY),
-        _text(middle, 186, note),
+        box(latent_at - 46, 142, 92, 24, "latent c", LATENT),
+        box(rotated_at - 40, 142, 80, 24, "rotated key", KEY),
+        text(middle, 186, note),
     ]
     return Drawing(width, 196, tuple(parts))
 
@@ -91,24 +89,24 @@ def block(*, cross: bool = False) -> Drawing:
     """A block with its norms before attention and before the feed-forward, and its two residual connections; with
     `cross` a third part that reads an encoder's output."""
     names = ["attention", *(["cross-attention"] if cross else []), "feed-forward"]
-    parts, x, y = [_text(20, 44, "x")], 36, 40
+    parts, x, y = [text(20, 44, "x")], 36, 40
     for name in names:
         colour = {"attention": QUERY, "cross-attention": LATENT}.get(name, KEY)
         parts += [
-            _line(x, y, x + 250, y, arrow=True),
-            _path(f"M {x + 10} {y} V {y + 44} H {x + 228} V {y + 12}", arrow=True),
-            _box(x + 28, y - 13, 50, 26, "norm", PLAIN),
-            _box(x + 92, y - 13, 112, 26, name, colour),
-            _circle(x + 228, y, "+"),
-            _text(x + 118, y + 40, "residual: unchanged"),
+            line(x, y, x + 250, y, arrow=True),
+            path(f"M {x + 10} {y} V {y + 44} H {x + 228} V {y + 12}", arrow=True),
+            box(x + 28, y - 13, 50, 26, "norm", PLAIN),
+            box(x + 92, y - 13, 112, 26, name, colour),
+            circle(x + 228, y, "+"),
+            text(x + 118, y + 40, "residual: unchanged"),
         ]
         if name == "cross-attention":
             parts += [
-                _line(x + 148, 4, x + 148, y - 13, arrow=True),
-                _text(x + 154, 12, "the encoder's output", left=True),
+                line(x + 148, 4, x + 148, y - 13, arrow=True),
+                text(x + 154, 12, "the encoder's output", left=True),
             ]
         x += 250
-    parts.append(_text(x + 14, 44, "out"))
+    parts.append(text(x + 14, 44, "out"))
     return Drawing(x + 34, 96, (_ARROW, *parts))
 
 
@@ -118,14 +116,14 @@ def cache_growth(prompt: int = 3, steps: int = 3) -> Drawing:
     for row in range(steps + 1):
         y, old = 26 + row * 44, 0 if row == 0 else prompt + row - 1
         name = "prompt" if row == 0 else f"step {row}"
-        parts.append(_text(70, y + 20, name, right=True))
+        parts.append(text(70, y + 20, name, right=True))
         for i in range(prompt + row):
-            parts.append(_box(84 + i * cell, y, cell - 4, 30, f"k v {i}", KEY if i < old else NEW, small=True))
+            parts.append(box(84 + i * cell, y, cell - 4, 30, f"k v {i}", KEY if i < old else NEW, small=True))
     width = 84 + (prompt + steps) * cell + 270
     x = width - 256
     for i, (colour, says) in enumerate(((NEW, "projected in this call, and appended"), (KEY, "read from the cache"))):
-        parts += [_box(x, 40 + 34 * i, 20, 20, "", colour), _text(x + 28, 55 + 34 * i, says, left=True)]
-    parts.append(_text(84, 16, "keys and values, one pair per token", left=True))
+        parts += [box(x, 40 + 34 * i, 20, 20, "", colour), text(x + 28, 55 + 34 * i, says, left=True)]
+    parts.append(text(84, 16, "keys and values, one pair per token", left=True))
     return Drawing(width, 34 + 44 * (steps + 1), tuple(parts))
 
 
@@ -144,45 +142,15 @@ def _grouping(head_map: list[int], title: str = "", note: str = "") -> Drawing:
     readers = [[h for h, kv in enumerate(head_map) if kv == k] for k in range(num_kv_heads)]
     # A key-value head stands under the middle of its readers; one that nobody reads has no place.
     middles = [10 + step * sum(each) / len(each) + 11 if each else None for each in readers]
-    parts = [_text(width / 2, 18, title, bold=True)] if title else []
+    parts = [text(width / 2, 18, title, bold=True)] if title else []
     for h, kv in enumerate(head_map):
-        parts.append(_line(10 + h * step + 11, 58, middles[kv], 142, GROUPS[kv % len(GROUPS)]))
-    parts += [_box(10 + h * step, 34, 22, 24, f"q{h}", QUERY) for h in range(len(head_map))]
-    parts += [_box(x - 13, 142, 26, 24, f"kv{k}", KEY) for k, x in enumerate(middles) if x is not None]
-    return Drawing(width, 196, (*parts, *([_text(width / 2, 186, note)] if note else [])))
+        parts.append(line(10 + h * step + 11, 58, middles[kv], 142, GROUPS[kv % len(GROUPS)]))
+    parts += [box(10 + h * step, 34, 22, 24, f"q{h}", QUERY) for h in range(len(head_map))]
+    parts += [box(x - 13, 142, 26, 24, f"kv{k}", KEY) for k, x in enumerate(middles) if x is not None]
+    return Drawing(width, 196, (*parts, *([text(width / 2, 186, note)] if note else [])))
 
 
 _ARROW = (
     '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     f'<path d="M 0 0 L 8 4 L 0 8 z" fill="{INK}"/></marker></defs>'
 )
-
-
-def _number(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def _box(x: float, y: float, width: float, height: float, text: str, fill: str, *, small=False, dashed=False) -> str:
-    place = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
-    dash = ' stroke-dasharray="3 2"' if dashed else ""
-    box = f'<rect {place} rx="3" fill="{fill}" stroke="{INK}"{dash}/>'
-    return box + (_text(x + width / 2, y + height / 2 + 4, text, size=9 if small else 11) if text else "")
-
-
-def _text(x: float, y: float, text: str, *, bold=False, left=False, right=False, size: int = 12) -> str:
-    anchor = "start" if left else "end" if right else "middle"
-    look = f'font-size="{size}" text-anchor="{anchor}" fill="{INK}"' + (' font-weight="bold"' if bold else "")
-    return f'<text x="{_number(x)}" y="{_number(y)}" {look}>{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str = INK, *, arrow=False, dashed=False) -> str:
-    return _path(f"M {_number(x1)} {_number(y1)} L {_number(x2)} {_number(y2)}", colour, arrow=arrow, dashed=dashed)
-
-
-def _path(way: str, colour: str = INK, *, arrow=False, dashed=False) -> str:
-    ends = (' marker-end="url(#arrow)"' if arrow else "") + (' stroke-dasharray="3 2"' if dashed else "")
-    return f'<path d="{way}" fill="none" stroke="{colour}" stroke-width="1.6"{ends}/>'
-
-
-def _circle(x: float, y: float, text: str) -> str:
-    return f'<circle cx="{x}" cy="{y}" r="11" fill="white" stroke="{INK}"/>' + _text(x, y + 5, text, size=15)

@@ -1,0 +1,161 @@
+"""The picture of a comparison: loss against the bytes of the cache, and against the time of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plot import svg
+from ..plot.schematic import Drawing
+from .axes import Axis, LogAxis
+from .report import Entry
+
+_WIDTH, _HEIGHT = 920, 452
+_TOP, _BOTTOM = 66, 356  # of the panels
+_PANELS = ((72, 476), (500, 904))  # left and right
+_GRID, _FRONT, _SOFT = "#e6e6e6", "#a0a0a0", "#666666"
+_LETTER = 7.5  # width of a bold letter of 12 pixels
+_FROM_INK = (svg.GROUPS[5], *svg.GROUPS[:5], *svg.GROUPS[6:])  # black for the first variant
+
+_Area = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+@dataclass
+class _Point:
+    name: str
+    colour: str
+    x: float
+    y: float
+    top: float
+    bottom: float  # the ends of the bar
+
+
+def draw(entries: dict[str, Entry], title: str, context: int) -> Drawing:
+    """Two panels side by side, with a point for each variant. A line joins those to which no other is better in both
+    loss and cost."""
+    ends = [entry.loss + side * (entry.loss_spread or 0.0) for entry in entries.values() for side in (-1, 1)]
+    losses = Axis(ends, _BOTTOM, _TOP)
+    held = {name: entry.cache_bytes_per_token for name, entry in entries.items()}
+    took = {name: entry.ms_per_token for name, entry in entries.items()}
+    left = _Panel(entries, losses, held, LogAxis(list(held.values()), *_PANELS[0]), _PANELS[0])
+    right = _Panel(entries, losses, took, Axis(list(took.values()), *_PANELS[1]), _PANELS[1])
+    seeds = max(len(entry.losses) for entry in entries.values())
+    notes = [
+        "Lower and further left is better",
+        *(["bars: one standard deviation over the seeds"] if seeds > 1 else []),
+        *(["grey line: nothing else is better in both"] if left.has_front or right.has_front else []),
+    ]
+    begin = _PANELS[0][0]
+    parts = [
+        svg.text(begin, 26, "Loss against memory and time", bold=True, left=True, size=17),
+        svg.text(begin, 47, title, _SOFT, left=True),
+        *left.frame(f"cache: bytes per token, after {context:,} tokens"),
+        *right.frame(f"decoding: ms per token, after {context:,} tokens"),
+        *(svg.text(begin - 8, losses(y) + 4, losses.words(y), _SOFT, right=True, size=11) for y in losses.ticks),
+        _upright(24, (_TOP + _BOTTOM) / 2, "held-out loss, nats per byte"),
+        *left.points(),
+        *right.points(),
+        svg.text(begin, _HEIGHT - 18, "; ".join(notes), _SOFT, left=True),
+    ]
+    return Drawing(_WIDTH, _HEIGHT, tuple(parts))
+
+
+class _Panel:
+    def __init__(
+        self, entries: dict[str, Entry], losses: Axis, costs: dict[str, float], axis: Axis, place: tuple[int, int]
+    ) -> None:
+        self._losses, self._axis = losses, axis
+        self._left, self._right = place
+        self._best = _front({name: (costs[name], entry.loss) for name, entry in entries.items()})
+        self._points = []
+        for name, colour in zip(entries, itertools.cycle(_FROM_INK), strict=False):
+            loss, spread = entries[name].loss, entries[name].loss_spread or 0.0
+            heights = [losses(each) for each in (loss, loss + spread, loss - spread)]
+            self._points.append(_Point(name, colour, axis(costs[name]), *heights))
+        _set_apart(self._points)
+
+    @property
+    def has_front(self) -> bool:
+        return len(self._best) > 1
+
+    def frame(self, label: str) -> list[str]:
+        """The grid, and the costs below it."""
+        parts = [svg.line(self._left, y, self._right, y, _GRID, width=1) for y in map(self._losses, self._losses.ticks)]
+        for cost in self._axis.ticks:
+            x = self._axis(cost)
+            parts.append(svg.line(x, _TOP, x, _BOTTOM, _GRID, width=1))
+            parts.append(svg.text(x, _BOTTOM + 18, self._axis.words(cost), _SOFT, size=11))
+        return [*parts, svg.text((self._left + self._right) / 2, _BOTTOM + 42, label)]
+
+    def points(self) -> list[str]:
+        named = {point.name: point for point in self._points}
+        best = [named[name] for name in self._best]
+        parts = [svg.line(a.x, a.y, b.x, b.y, _FRONT, dashed=True) for a, b in itertools.pairwise(best)]
+        for point in self._points:
+            x, colour = point.x, point.colour
+            parts.append(svg.line(x, point.top, x, point.bottom, colour))
+            parts += [svg.line(x - 4, end, x + 4, end, colour) for end in (point.top, point.bottom) if end != point.y]
+            parts.append(svg.dot(x, point.y, colour))
+        return parts + self._names()
+
+    def _names(self) -> list[str]:
+        """A name beside each point, where it covers the least."""
+        taken = [(p.x - 6, min(p.top, p.y - 6), p.x + 6, max(p.bottom, p.y + 6)) for p in self._points]
+        parts = []
+        for point in self._points:
+            width = _LETTER * len(point.name)
+            places = [
+                (point.x + 10, point.y + 4),
+                (point.x - 10 - width, point.y + 4),
+                (point.x - width / 2, min(point.top, point.y - 6) - 5),
+                (point.x - width / 2, max(point.bottom, point.y + 6) + 14),
+                (point.x + 8, point.y - 8),
+                (point.x + 8, point.y + 16),
+            ]
+            areas = {(x, y): (x, y - 10, x + width, y + 2) for x, y in places}
+            x, y = min(areas, key=lambda place, areas=areas: self._covered(areas[place], taken))
+            taken.append(areas[x, y])
+            parts.append(svg.text(x, y, point.name, point.colour, bold=True, left=True))
+        return parts
+
+    def _covered(self, area: _Area, taken: list[_Area]) -> float:
+        """The pixels of an area that others have, and, as worse, those outside of the panel."""
+        begin, top, end, bottom = area
+        inside = max(begin, self._left), max(top, _TOP), min(end, self._right), min(bottom, _BOTTOM)
+        outside = (end - begin) * (bottom - top) - _shared(area, inside)
+        return sum(_shared(area, other) for other in taken) + 100 * outside
+
+
+def _shared(a: _Area, b: _Area) -> float:
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return max(0.0, width) * max(0.0, height)
+
+
+def _front(places: dict[str, tuple[float, float]]) -> list[str]:
+    """The names of the points (cost, loss) to which no other is at most equal in both, from the cheapest on."""
+    best: list[str] = []
+    for name in sorted(places, key=lambda name: places[name]):
+        if not best or places[name][1] < places[best[-1]][1]:
+            best.append(name)
+    return best
+
+
+def _set_apart(points: Sequence[_Point], least: float = 11.0) -> None:
+    """Moves points aside whose bars would cover each other."""
+    ordered = sorted(points, key=lambda point: point.x)
+    groups: list[list[_Point]] = []
+    for point in ordered:
+        near = groups and point.x - groups[-1][-1].x < least / 2
+        if near:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    for group in groups:
+        middle = sum(point.x for point in group) / len(group)
+        for place, point in enumerate(group):
+            point.x = middle + least * (place - (len(group) - 1) / 2)
+
+
+def _upright(x: float, y: float, words: str) -> str:
+    return f'<g transform="rotate(-90 {x} {svg.number(y)})">{svg.text(x, y, words)}</g>'

@@ -1,0 +1,105 @@
+"""The runs of a comparison: which are left, how long they will take, and each of them with its state on the disk."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ...progress import duration, finish
+from ...training import read_state, save_state
+from .models import Scale, make_model
+from .record import Run
+from .text import Text
+from .training import ByteTraining, held_out_loss
+
+STATE = "attnpack_compare.pt"
+SAVE_EVERY = 60.0  # seconds
+Say = Callable[[str], None]
+
+
+@dataclass
+class Estimate:
+    """How long runs take. It learns the seconds of a step from a few steps of each variant, and then from each run."""
+
+    scale: Scale
+    text: Text
+    seconds_per_step: dict[str, float] = field(default_factory=dict)
+
+    def try_out(self, variants: Iterable[str]) -> None:
+        for variant in variants:
+            work = _training(variant, 0, self.scale, self.text)
+            self.seconds_per_step[variant] = min(work.train_step() for _ in range(3))
+
+    def seconds(self, runs: Iterable[tuple[str, int]], done: int = 0) -> float:
+        """Of those runs, of which the first has made `done` steps."""
+        measuring = len(self.text.held_out) / self.scale.batch / 3  # a forward takes a third of a step
+        steps = self.scale.steps + measuring
+        whole = sum(self.seconds_per_step[variant] * steps for variant, _ in runs)
+        return whole - done * next((self.seconds_per_step[variant] for variant, _ in runs), 0.0)
+
+
+class Runs:
+    """Trains models one after the other. A run that was stopped goes on from its last saved state."""
+
+    def __init__(self, folder: Path, scale: Scale, text: Text, about: dict, say: Say) -> None:
+        self._state = folder / STATE
+        self._scale, self._text, self._about, self._say = scale, text, about, say
+
+    def run(self, left: list[tuple[str, int]], estimate: Estimate) -> Run:
+        """The first of the runs that are left."""
+        variant, seed = left[0]
+        work = self._started(variant, seed)
+        saved = time.monotonic()
+        try:
+            while not work.done:
+                work.train_step()
+                if time.monotonic() - saved > SAVE_EVERY and not work.done:
+                    self._save(work, variant, seed)
+                    saved = time.monotonic()
+                    estimate.seconds_per_step[variant] = work.spent / work.steps
+                    rest = estimate.seconds(left, work.steps)
+                    self._say(
+                        f"{variant}, seed {seed}: step {work.steps} of {work.total}, training loss "
+                        f"{statistics.fmean(work.losses[-20:]):.3f}; about {duration(rest)} left, until {finish(rest)}"
+                    )
+        except KeyboardInterrupt:
+            self._save(work, variant, seed)
+            self._say(f"\nkept the runs that ended, and {work.steps} steps of this one; the same command goes on")
+            raise
+        estimate.seconds_per_step[variant] = work.spent / work.steps
+        return Run(
+            loss=held_out_loss(work.model, self._text.held_out),
+            training_loss=statistics.fmean(work.losses[-20:]),
+            seconds=round(work.spent, 2),
+            tokens_per_second=round(work.total * self._scale.batch * self._scale.length / work.spent, 1),
+        )
+
+    def forget(self) -> None:
+        """Removes the saved state: its run is in the record."""
+        self._state.unlink(missing_ok=True)
+
+    def _started(self, variant: str, seed: int) -> ByteTraining:
+        work = _training(variant, seed, self._scale, self._text)
+        if self._state.is_file():
+            state = read_state(self._state, "remove it to begin this run anew")
+            if state["about"] == self._about_run(variant, seed):  # else it is of a run that nobody asks for now
+                work.load_state(state["work"])
+                self._say(f"{variant}, seed {seed}: goes on after {work.steps} steps")
+        return work
+
+    def _save(self, work: ByteTraining, variant: str, seed: int) -> None:
+        save_state(self._state, {"about": self._about_run(variant, seed), "work": work.state()})
+
+    def _about_run(self, variant: str, seed: int) -> dict:
+        return {**self._about, "variant": variant, "seed": seed}
+
+
+def _training(variant: str, seed: int, scale: Scale, text: Text) -> ByteTraining:
+    torch.manual_seed(seed)
+    settings = {"length": scale.length, "batch": scale.batch, "rate": scale.learning_rate, "seed": seed}
+    return ByteTraining(make_model(variant, scale), text.train, scale.steps, **settings)
