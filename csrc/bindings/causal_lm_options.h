@@ -13,8 +13,8 @@ namespace attnpack {
 
 // The keywords of MultiHeadLatentAttention that are not the model's.
 inline bool is_latent_name(const std::string& name) {
-  static const std::set<std::string> names{
-      "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm", "path"};
+  static const std::set<std::string> names{"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+                                           "v_head_dim",   "latent_norm", "query_scale",      "path"};
   return names.contains(name);
 }
 
@@ -28,7 +28,7 @@ struct Reader<std::optional<MultiHeadLatentAttentionOptions>> {
       const auto name = py::str(key).cast<std::string>();
       ATTNPACK_CHECK(is_latent_name(name) && read_item("latent", name, item, result), "latent: got '", name,
                      "', want keywords of MultiHeadLatentAttention that are not the model's: ranks, head dims, "
-                     "latent_norm and path");
+                     "latent_norm, query_scale and path");
     }
     return std::make_optional(result);
   }

@@ -40,7 +40,8 @@ template <>
 struct Reader<QkNorm> {
   static std::optional<QkNorm> read(const py::handle& value) {
     if (py::isinstance<py::bool_>(value)) return QkNorm(value.cast<bool>());
-    return read_dict("qk_norm", value, QkNorm(true), {"on"}, "all_heads, plus_one, eps and values");
+    return read_dict("qk_norm", value, QkNorm(true), {"on"},
+                     "all_heads, plus_one, eps, after_rope, weights and values");
   }
   static std::string wanted(const std::string&) { return "True or False, or a dict such as {'eps': 1e-5}"; }
 };
@@ -76,7 +77,8 @@ template <>
 struct Reader<std::optional<ScoreSettings>> {
   static std::optional<std::optional<ScoreSettings>> read(const py::handle& value) {
     if (value.is_none()) return std::optional<ScoreSettings>();
-    const auto read = read_dict("scores", value, ScoreSettings(), {}, "softcap, sinks, alibi, scale and rope_dim");
+    const auto read =
+        read_dict("scores", value, ScoreSettings(), {}, "softcap, sinks, alibi, scale, rope_dim and query_scale");
     return read ? std::make_optional(read) : std::nullopt;
   }
   static std::string wanted(const std::string&) { return "None or a dict such as {'softcap': 50.0}"; }
@@ -107,8 +109,8 @@ struct Reader<std::vector<LayerSettings>> {
     if (!is_list(value)) return std::nullopt;
     for (const auto& item : py::reinterpret_borrow<py::object>(value)) {
       const auto owner = c10::str("layer_settings[", layers.size(), "]");
-      const auto layer =
-          read_dict(owner, item, LayerSettings(), {}, "window, rope_base, rope_scaling, rope and experts");
+      const auto layer = read_dict(owner, item, LayerSettings(), {},
+                                   "window, rope_base, rope_scaling, rope, qk_norm, query_scale and experts");
       if (!layer) return std::nullopt;
       layers.push_back(*layer);
     }

@@ -21,7 +21,13 @@ HARMLESS = {
     "embd_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "reorder_and_upcast_attn",
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_nextn_predict_layers",
+    "eod_token_id", "classifier_dropout", "router_jitter_noise",
     "tie_word_embeddings",  # where the file has a head of its own: test_partial_checkpoints.py
+}  # fmt: skip
+# Of the layers that are refused.
+MAMBA = {
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
 }  # fmt: skip
 # Settings that follow from others in a family, or that transformers does not read either.
 UNUSED = {
@@ -37,6 +43,15 @@ UNUSED = {
     "qwen3_moe": {"use_sliding_window", "sliding_window"},  # each is off without the other
     "phi3": {"original_max_position_embeddings"},  # rope_parameters say it
     "falcon_40b": {"multi_query"},
+    "smollm3": {"no_rope_layer_interval", "use_sliding_window", "sliding_window"},  # the layers' lists say it
+    "smollm3_windows": {"no_rope_layer_interval", "use_sliding_window"},
+    "exaone4": {"sliding_window_pattern"},
+    "cohere2": {"head_dim"},
+    "seed_oss": {"attention_dropout"},
+    "gpt_neox": {"is_decoder"},
+    "mistral4": {"head_dim", "qk_head_dim"},
+    "granite_hybrid": MAMBA,
+    "granite_hybrid_dense": MAMBA | {"num_experts_per_tok", "intermediate_size", "position_embedding_type"},
 }
 
 
@@ -141,6 +156,12 @@ REFUSED = [
     ("qwen3_moe", {"num_experts": 10**7, "num_local_experts": 10**7}, "wants 4096 at most"),
     ("phi3", {"quantization_config": {"bits": 4}}, "quantization_config ="),
     ("qwen2_windows", {"layer_types": ["sliding_attention"]}, "layer_types in config.json is"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
+    ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings = true"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
+    ("granite_hybrid", {"layer_types": ["attention", "mamba", "attention"]}, "layers of Mamba are not supported"),
+    ("mistral4", {"n_group": 2}, "n_group and topk_group in config.json are not 1"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers in config.json has 1 numbers"),
     ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping = 3.0"),  # transformers does not apply it
 ]
 

@@ -6,6 +6,7 @@ sentence. A configuration changes some fields of its class, and at times one tha
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from families import FAMILIES, SIZES, Family
+from families import FAMILIES, SIZES, Family, peer_from
 
 from fuzz import loaded
 from fuzz.loaded import TEXT, Outcome, compare_logits
@@ -39,6 +40,10 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 16},
     {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "linear", "rope_theta": 100.0, "partial_rotary_factor": 0.25, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 7.0, "factor": 1.0},
+    {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 6, "mscale": 1.0,
+     "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
     {"full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
      "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}},
     {"full_attention": {"rope_type": "default", "rope_theta": 900.0},
@@ -76,6 +81,16 @@ VALUES: dict[str, Any] = {
     "attention_dropout": [0.0, 0.3],
     "_sliding_window_pattern": [1, 2, 3, 6],
     "use_bidirectional_attention": [False, True],
+    "no_rope_layers": [None, [1, 0, 1, 1, 0, 1, 1], [0] * 7, [1] * 7, [0, 1, 0]],
+    "no_rope_layer_interval": [1, 2, 3],
+    "sliding_window_pattern": [1, 2, 3, 4, "LLG"],
+    "position_embedding_type": ["rope", None, "nope"],
+    "num_local_experts": [0, 1, 2, 5],
+    "residual_multiplier": [0.3, 1, 2.0],
+    "attention_multiplier": [0.3, 1, 2.0],
+    "embedding_multiplier": [0.3, 1, 2.0],
+    "logits_scaling": [0.3, 1, 2.0],
+    "logit_scale": [0.3, 1, 2.0],
 }
 
 
@@ -85,7 +100,7 @@ def layer_types(rng: random.Random, count: int) -> list[str] | None:
 
 def other_value(rng: random.Random, name: str, value: Any) -> Any:
     if name in VALUES:
-        return rng.choice(VALUES[name])
+        return copy.deepcopy(rng.choice(VALUES[name]))
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -101,7 +116,7 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
     name = rng.choice(sorted(BASES))
     base = BASES[name]
     defaults = getattr(transformers, base.config)().to_dict()
-    settings = dict(base.theirs)
+    settings = copy.deepcopy(base.theirs)  # transformers writes into the objects that it is given
     fields = [field for field in defaults if field not in IGNORED]
     chosen = rng.sample(fields, min(len(fields), rng.choice([1, 2, 3, 5])))
     if rng.random() < 0.2:
@@ -111,7 +126,9 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
     for field in chosen:
         settings[field] = other_value(rng, field, settings.get(field, defaults.get(field)))
     count = settings.get("num_hidden_layers", settings.get("n_layer", 3))
-    if "layer_types" in fields or rng.random() < 0.1:
+    if name.startswith("granite_hybrid"):
+        settings["layer_types"] = [rng.choice(["attention", "full_attention"])] * count
+    elif "layer_types" in fields or rng.random() < 0.1:
         settings["layer_types"] = layer_types(rng, count)
         if settings["layer_types"] is None:
             del settings["layer_types"]
@@ -123,7 +140,7 @@ def make_model(name: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     try:
         config = getattr(transformers, BASES[name].config)(**settings)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = peer_from(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -147,7 +164,7 @@ def compare(name: str, settings: dict[str, Any], folder: Path) -> Outcome:
     except Exception:
         return "no model", ""
     # The model is compared as transformers reads it from the file, where some settings mean something else.
-    again = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    again = type(model).from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = again(TEXT).logits
     return compare_logits(attnpack.CausalLM.from_hf, directory, wanted, changed)

@@ -6,28 +6,18 @@ enough to matter.
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
+from newer_families import RMS as SIZES
+from newer_families import ROWS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 OF_STARCODER2 = {name: size for name, size in SIZES.items() if name != "rms_norm_eps"}
 OF_FALCON = {
     name: size for name, size in OF_STARCODER2.items() if name not in ("intermediate_size", "num_key_value_heads")
@@ -327,13 +317,26 @@ FAMILIES = {
 }
 
 
+FAMILIES |= {
+    name: Family(config, theirs, ours, latent="latent" in ours, windows=windows)
+    for name, (config, theirs, ours, windows) in ROWS.items()
+}
+
+
+def peer_from(config: Any) -> torch.nn.Module:
+    """transformers' model of the configuration, in evaluation mode. Its Auto classes lack Mistral 4."""
+    own = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"), None)
+    make = AutoModelForCausalLM.from_config if own is None else own._from_config
+    return make(config, attn_implementation="eager").eval()
+
+
 @functools.cache
 def peer_of(name: str) -> torch.nn.Module:
     """The model of transformers, with random weights that are large enough to tell."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**family.theirs)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = getattr(transformers, family.config)(**copy.deepcopy(family.theirs))  # which it changes
+    model = peer_from(config)
     with torch.no_grad():
         for weight, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and not weight.endswith(("inv_freq", "embed_scale")):
@@ -386,10 +389,35 @@ _RENAMED = {
 }
 
 
+_RENAMED_IN = {
+    "glm4": {
+        ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
+        ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+        ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+    },
+    "hunyuan_v1_dense": {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."},
+    "phi": {".fc1.": ".up_proj.", ".fc2.": ".down_proj.", ".final_layernorm.": ".norm."},
+    "gpt_neox": {
+        "gpt_neox.embed_in.": "model.embed_tokens.",
+        "gpt_neox.layers.": "model.layers.",
+        "gpt_neox.final_layer_norm.": "model.norm.",
+        ".attention.": ".self_attn.",
+    },
+    "minimax_m2": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+    "granitemoehybrid": {".block_sparse_moe.router.": ".mlp.gate.", ".block_sparse_moe.": ".mlp."},
+}
+
+
 def _parts(config: Any, key: str, value: Tensor) -> list[tuple[str, Tensor]]:
-    for theirs, ours in _RENAMED.items():
-        key = key.replace(theirs, ours)
     kind = config.model_type
+    for theirs, ours in (_RENAMED_IN.get(kind, {}) | _RENAMED).items():
+        key = key.replace(theirs, ours)
+    if ".shared_mlp." in key:
+        stem = key.partition(".shared_mlp.")[0] + (".mlp.shared_experts." if config.num_local_experts else ".mlp.")
+        if "output_linear" in key:
+            return [(f"{stem}down_proj.weight", value)]
+        halves = zip(("gate_proj", "up_proj"), value.chunk(2), strict=True)
+        return [(f"{stem}{name}.weight", half) for name, half in halves]
     if kind == "gpt2" and key.endswith("weight") and value.dim() == 2 and "embed" not in key:
         value = value.T
     stem, _, last = key.rpartition(".")
@@ -422,6 +450,8 @@ def _split_heads(config: Any, value: Tensor) -> tuple[Tensor, ...]:
         kv = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
     elif config.model_type == "gpt_bigcode":
         kv = 1 if config.multi_query else heads
+    elif config.model_type == "gpt_neox":
+        kv = heads
     else:
         return value.split([heads * dim, *[(value.size(0) - heads * dim) // 2] * 2])
     if config.model_type == "gpt_bigcode" and kv == 1:

@@ -44,15 +44,15 @@ def _decoder_block(cross: bool = False, norm: str = "rms", pre_norm: bool = True
     )
 
 
-def _encoder_block(norm: str = "rms", **factory) -> attnpack.EncoderBlock:
+def _encoder_block(norm: str = "rms", residual_scale: float = 1.0, **factory) -> attnpack.EncoderBlock:
     feed_forward = attnpack.FeedForward(EMBED, 32, activation="gelu", bias=True, **factory)
-    return attnpack.EncoderBlock(attnpack.MultiHeadAttention(EMBED, 4, **factory), feed_forward, norm=norm)
+    attention = attnpack.MultiHeadAttention(EMBED, 4, **factory)
+    return attnpack.EncoderBlock(attention, feed_forward, norm=norm, residual_scale=residual_scale)
 
 
-def _layout(layout: str, norm: str = "rms", **factory) -> attnpack.DecoderBlock:
-    return attnpack.DecoderBlock(
-        _attention(**factory), attnpack.FeedForward(EMBED, 32, **factory), norm=norm, layout=layout
-    )
+def _layout(layout: str, norm: str = "rms", residual_scale: float = 1.0, **factory) -> attnpack.DecoderBlock:
+    parts = (_attention(**factory), attnpack.FeedForward(EMBED, 32, **factory))
+    return attnpack.DecoderBlock(*parts, norm=norm, layout=layout, residual_scale=residual_scale)
 
 
 def _learned_positions(**factory) -> attnpack.Decoder:
@@ -219,6 +219,31 @@ CASES = [
         ),
         lambda: (_x(),),
     ),
+    ModuleCase(
+        "qk_norm_after_rope",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, qk_norm={"after_rope": True, "values": True}, rope=_rope(), **f
+        ),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "qk_norm_after_rope_cross",
+        lambda **f: attnpack.GroupedQueryAttention(EMBED, 4, 2, qk_norm={"after_rope": True}, rope=_rope(), **f),
+        lambda: (_x(), _x(7)),
+    ),
+    ModuleCase(
+        "qk_norm_without_weights",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, qk_norm={"weights": False, "eps": 1e-3}, rope=_rope(), **f
+        ),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "decoder_block_layer_no_bias",
+        lambda **f: _layout("parallel", norm="layer_no_bias", residual_scale=0.3, **f),
+        lambda: (_x(),),
+    ),
+    ModuleCase("encoder_block_residual_scale", lambda **f: _encoder_block(residual_scale=0.3, **f), lambda: (_x(),)),
     ModuleCase("decoder_block_sandwich", lambda **f: _layout("sandwich", norm="rms_plus_one", **f), lambda: (_x(),)),
     ModuleCase("decoder_block_output", lambda **f: _layout("output", **f), lambda: (_x(),)),
     ModuleCase("decoder_block_parallel", lambda **f: _layout("parallel", norm="layer", **f), lambda: (_x(),)),
@@ -242,11 +267,30 @@ CASES = [
             final_softcap=2.0,
             scores={"softcap": 3.0, "sinks": True, "scale": 0.3, "rope_dim": 4},
             qk_norm={"plus_one": True},
+            residual_scale=0.6,
+            logit_scale=0.4,
+            head_bias=True,
             experts={"hidden_dim": 8, "num_experts": 3, "top_k": 2},
             layer_settings=[{"window": (2, 0), "rope_base": 100.0, "experts": False}, {"rope": False}],
             **f,
         ),
         lambda: (_ids(),),
+    ),
+    ModuleCase(
+        "causal_lm_query_scale",
+        lambda **f: _causal_lm(
+            qk_norm=True,
+            scores={"query_scale": {"type": "llama4", "floor_scale": 2, "attn_scale": 0.5}},
+            layer_settings=[{"query_scale": False}, {"rope": False, "qk_norm": False}],
+            **f,
+        ),
+        lambda: (_ids(),),
+    ),
+    ModuleCase(
+        "experts_weigh_inputs",
+        lambda **f: attnpack.MixtureOfExperts(EMBED, 8, 4, 2, scores="sigmoid", weigh_inputs=True, **f),
+        lambda: (_x(),),
+        attends=False,
     ),
     ModuleCase("experts", lambda **f: attnpack.MixtureOfExperts(EMBED, 8, 4, 2, **f), lambda: (_x(),), attends=False),
     ModuleCase(
@@ -281,7 +325,7 @@ CASES = [
             lambda: (_x(),),
             attends=False,
         )
-        for name in ("geglu", "geglu_tanh", "clamped_swiglu", "gelu_tanh", "relu")
+        for name in ("geglu", "geglu_tanh", "clamped_swiglu", "gelu_tanh", "relu", "relu2")
     ),
     ModuleCase("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
     ModuleCase("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),

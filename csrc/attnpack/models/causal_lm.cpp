@@ -35,12 +35,13 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettin
                                    .head_dim(o.head_dim())
                                    .bias(o.bias())
                                    .out_bias(o.out_bias())
-                                   .qk_norm(o.qk_norm())
+                                   .qk_norm(layer.qk_norm() ? o.qk_norm() : QkNorm(false))
                                    .window(layer.window())
                                    .softcap(scores.softcap())
                                    .sinks(scores.sinks())
                                    .alibi(scores.alibi())
                                    .scale(scores.scale())
+                                   .query_scale(layer.query_scale() ? scores.query_scale() : std::nullopt)
                                    .rope(rope)
                                    .causal(true)
                                    .dropout(o.attention_dropout())
@@ -78,7 +79,8 @@ DecoderBlock make_block(const CausalLMOptions& o, const LayerSettings& layer) {
                           .norm(o.norm())
                           .layout(o.layout())
                           .eps(o.eps())
-                          .dropout(o.dropout()));
+                          .dropout(o.dropout())
+                          .residual_scale(o.residual_scale()));
 }
 
 Embedding fixed_positions(const CausalLMOptions& o) {
@@ -109,6 +111,11 @@ void check_families(const CausalLMOptions& o) {
   check_dropout("attention_dropout", o.attention_dropout());
   ATTNPACK_CHECK(o.final_softcap() >= 0 && std::isfinite(o.final_softcap()), "final_softcap: got ", o.final_softcap(),
                  ", want a number above 0, or 0 for none");
+  ATTNPACK_CHECK(std::isfinite(o.logit_scale()), "logit_scale: got ", o.logit_scale(),
+                 ", want a finite number, 1 for none");
+  ATTNPACK_CHECK(!o.head_bias() || !o.tie_embeddings(),
+                 "head_bias: got True together with tie_embeddings, whose head is the embedding and has no bias; leave "
+                 "one of them out");
   ATTNPACK_CHECK(o.layer_settings().empty() || static_cast<int64_t>(o.layer_settings().size()) == o.num_layers(),
                  "layer_settings: got ", o.layer_settings().size(), " of them, want one for each of ", o.num_layers(),
                  " layers, or none");
@@ -151,7 +158,8 @@ void CausalLMImpl::reset() {
   if (o.position_embedding() == "sinusoidal") stack.embed_positions(fixed_positions(o));
   model = register_module("model", Decoder(stack));
   if (!o.tie_embeddings()) {
-    lm_head = register_module("lm_head", Linear(LinearOptions(o.embed_dim(), o.vocab_size()).factory(o.factory())));
+    lm_head = register_module(
+        "lm_head", Linear(LinearOptions(o.embed_dim(), o.vocab_size()).bias(o.head_bias()).factory(o.factory())));
   }
 }
 
@@ -167,7 +175,8 @@ at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inp
 at::Tensor CausalLMImpl::head(const at::Tensor& hidden) {
   check_defined("hidden", hidden);
   const auto logits = lm_head ? lm_head(hidden) : model->embed_tokens->logits(hidden);
-  return softcapped(logits, options.final_softcap());
+  const auto scaled = options.logit_scale() == 1 ? logits : logits * options.logit_scale();
+  return softcapped(scaled, options.final_softcap());
 }
 
 at::Tensor CausalLMImpl::forward(const at::Tensor& ids, const CausalLMInputs& inputs) {

@@ -16,8 +16,10 @@ struct LayerSettings : OptionList<LayerSettings> {
   ATTNPACK_OPTION(std::optional<Window>, window);  // {-1, -1} for none
   ATTNPACK_OPTION(std::optional<double>, rope_base);
   ATTNPACK_OPTION(std::optional<RopeScaling>, rope_scaling);
-  ATTNPACK_OPTION(bool, rope) = true;     // false: no rotation in this layer
-  ATTNPACK_OPTION(bool, experts) = true;  // false: the plain feed-forward in a model with experts
+  ATTNPACK_OPTION(bool, rope) = true;         // false: no rotation in this layer
+  ATTNPACK_OPTION(bool, qk_norm) = true;      // false: no norm on its queries and keys
+  ATTNPACK_OPTION(bool, query_scale) = true;  // false: its scores do not grow with the position
+  ATTNPACK_OPTION(bool, experts) = true;      // false: the plain feed-forward in a model with experts
 };
 
 // Further options of all attention layers, as in GroupedQueryAttentionOptions.
@@ -27,6 +29,7 @@ struct ScoreSettings : OptionList<ScoreSettings> {
   ATTNPACK_OPTION(bool, alibi) = false;
   ATTNPACK_OPTION(std::optional<double>, scale);
   ATTNPACK_OPTION(std::optional<int64_t>, rope_dim);  // the first dims of a head that rotate; default all
+  ATTNPACK_OPTION(std::optional<QueryScale>, query_scale);
 };
 
 struct CausalLMOptions : OptionList<CausalLMOptions> {
@@ -62,8 +65,11 @@ struct CausalLMOptions : OptionList<CausalLMOptions> {
   // "rope"; "learned", a table of max_positions rows that is added to the embeddings; "sinusoidal", the same with the
   // fixed rows of sinusoidal_positions; or "none".
   ATTNPACK_OPTION(std::string, position_embedding) = "rope";
-  ATTNPACK_OPTION(double, embed_scale) = 1.0;    // factor on the embeddings
-  ATTNPACK_OPTION(double, final_softcap) = 0.0;  // c > 0: logits become c * tanh(logit / c)
+  ATTNPACK_OPTION(double, embed_scale) = 1.0;     // factor on the embeddings
+  ATTNPACK_OPTION(double, residual_scale) = 1.0;  // factor on what attention and feed-forward add, as in DecoderBlock
+  ATTNPACK_OPTION(bool, head_bias) = false;       // a bias on the logits; not together with tie_embeddings
+  ATTNPACK_OPTION(double, logit_scale) = 1.0;     // factor on the logits, before final_softcap
+  ATTNPACK_OPTION(double, final_softcap) = 0.0;   // c > 0: logits become c * tanh(logit / c)
   // In training: dropout of the embeddings and of what each block adds, and that of the probabilities.
   ATTNPACK_OPTION(double, dropout) = 0.0;
   ATTNPACK_OPTION(double, attention_dropout) = 0.0;

@@ -1,5 +1,7 @@
 #include <attnpack/modules/block.h>
 
+#include <cmath>
+
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
@@ -10,11 +12,17 @@ namespace attnpack {
 
 namespace {
 
-// x + f(norm(x)), or norm(x + f(x)), with the block's dropout of f.
+// What attention or the feed-forward gives, as the block adds it to x.
+template <typename Block>
+at::Tensor added(const Block& block, const at::Tensor& t) {
+  const auto kept = dropped(t, block.dropout, block);
+  return block.residual_scale == 1 ? kept : kept * block.residual_scale;
+}
+
+// x + f(norm(x)), or norm(x + f(x)).
 template <typename Block, typename F>
 at::Tensor residual(const Block& block, const at::Tensor& x, const Part<TokenModule>& norm, const F& f) {
-  const auto added = [&](const at::Tensor& t) { return dropped(f(t), block.dropout, block); };
-  return block.pre_norm ? x + added(norm->forward(x)) : norm->forward(x + added(x));
+  return block.pre_norm ? x + added(block, f(norm->forward(x))) : norm->forward(x + added(block, f(x)));
 }
 
 // Returns the options after a check that their parts are given and fit each other.
@@ -23,6 +31,8 @@ const Options& checked(const Options& options) {
   ATTNPACK_CHECK(options.attention(), "attention: got none, want an attention module");
   ATTNPACK_CHECK(options.feed_forward(), "feed_forward: got none, want a module such as FeedForward");
   check_dropout("dropout", options.dropout());
+  ATTNPACK_CHECK(std::isfinite(options.residual_scale()), "residual_scale: got ", options.residual_scale(),
+                 ", want a finite number, 1 for none");
   const auto embed_dim = options.attention()->embed_dim();
   check_output_width(options.attention()->out_dim(), embed_dim);
   check_part_width("feed_forward", options.feed_forward()->embed_dim().value_or(embed_dim), embed_dim);
@@ -51,6 +61,7 @@ std::optional<at::Tensor> query_positions(const AttentionModule& cross, const at
 EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
     : pre_norm(checked(options).pre_norm()),
       dropout(options.dropout()),
+      residual_scale(options.residual_scale()),
       self_attn(options.attention()),
       mlp(options.feed_forward()),
       input_layernorm(norm_beside(options)),
@@ -70,6 +81,7 @@ at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& i
 DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
     : pre_norm(checked(options).pre_norm()),
       dropout(options.dropout()),
+      residual_scale(options.residual_scale()),
       layout(options.layout()),
       self_attn(options.attention()),
       cross_attn(options.cross_attention()),
@@ -125,15 +137,14 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
 at::Tensor DecoderBlockImpl::run_layout(const at::Tensor& x,
                                         const std::function<at::Tensor(const at::Tensor&)>& attend) {
   const auto normed = [](const Part<TokenModule>& norm, const at::Tensor& t) { return norm ? norm->forward(t) : t; };
-  const auto drop = [this](const at::Tensor& t) { return dropped(t, dropout, *this); };
   const auto first = normed(input_layernorm, x);
   if (*layout == "parallel" || *layout == "parallel_two") {
     const auto second = *layout == "parallel" ? first : post_attention_layernorm->forward(x);
-    const auto attended = x + drop(attend(first));
-    return attended + drop(mlp->forward(second));
+    const auto attended = x + added(*this, attend(first));
+    return attended + added(*this, mlp->forward(second));
   }
-  const auto h = x + drop(post_attention_layernorm->forward(attend(first)));
-  return h + drop(post_feedforward_layernorm->forward(mlp->forward(normed(pre_feedforward_layernorm, h))));
+  const auto h = x + added(*this, post_attention_layernorm->forward(attend(first)));
+  return h + added(*this, post_feedforward_layernorm->forward(mlp->forward(normed(pre_feedforward_layernorm, h))));
 }
 
 }  // namespace attnpack

@@ -39,11 +39,12 @@ struct EncoderBlockOptions : OptionList<EncoderBlockOptions> {
       : attention_(std::move(attention)), feed_forward_(std::move(feed_forward)) {}
   ATTNPACK_OPTION(Part<AttentionModule>, attention);
   ATTNPACK_OPTION(Part<TokenModule>, feed_forward);
-  ATTNPACK_OPTION(std::string, norm) = "rms";  // or "layer"
+  ATTNPACK_OPTION(std::string, norm) = "rms";  // or "layer", ...: see make_norm
   // x + f(norm(x)); false: norm(x + f(x)), as in Vaswani et al. 2017.
   ATTNPACK_OPTION(bool, pre_norm) = true;
   ATTNPACK_OPTION(double, eps) = 1e-6;
-  ATTNPACK_OPTION(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
+  ATTNPACK_OPTION(double, dropout) = 0.0;         // of what attention and feed-forward add to x, in training
+  ATTNPACK_OPTION(double, residual_scale) = 1.0;  // factor on what they add
 };
 
 // Self-attention (causal if the attention module is), then the feed-forward, each with a norm and a residual.
@@ -65,7 +66,7 @@ class EncoderBlockImpl : public Container<EncoderBlockImpl> {
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::EncoderBlock"; }
 
   bool pre_norm;
-  double dropout;
+  double dropout, residual_scale;
   Part<AttentionModule> self_attn;
   Part<TokenModule> mlp, input_layernorm, post_attention_layernorm;
 
@@ -79,7 +80,7 @@ struct DecoderBlockOptions : OptionList<DecoderBlockOptions> {
       : attention_(std::move(attention)), feed_forward_(std::move(feed_forward)) {}
   ATTNPACK_OPTION(Part<AttentionModule>, attention);
   ATTNPACK_OPTION(Part<TokenModule>, feed_forward);
-  ATTNPACK_OPTION(std::string, norm) = "rms";  // or "layer"
+  ATTNPACK_OPTION(std::string, norm) = "rms";  // or "layer", ...: see make_norm
   ATTNPACK_OPTION(bool, pre_norm) = true;      // as in EncoderBlockOptions
   // Other places of the norms, in place of pre_norm; not together with cross-attention:
   // "sandwich": x + norm(f(norm(x))) (Gemma 2); "output": x + norm(f(x)) (OLMo 2);
@@ -87,7 +88,8 @@ struct DecoderBlockOptions : OptionList<DecoderBlockOptions> {
   ATTNPACK_OPTION(std::optional<std::string>, layout);
   ATTNPACK_OPTION(Part<AttentionModule>, cross_attention);
   ATTNPACK_OPTION(double, eps) = 1e-6;
-  ATTNPACK_OPTION(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
+  ATTNPACK_OPTION(double, dropout) = 0.0;         // of what attention and feed-forward add to x, in training
+  ATTNPACK_OPTION(double, residual_scale) = 1.0;  // factor on what they add (Granite)
 };
 
 // Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if
@@ -119,7 +121,7 @@ class DecoderBlockImpl : public Container<DecoderBlockImpl> {
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::DecoderBlock"; }
 
   bool pre_norm;
-  double dropout;
+  double dropout, residual_scale;
   std::optional<std::string> layout;
   Part<AttentionModule> self_attn, cross_attn;
   Part<TokenModule> mlp, input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,

@@ -14,6 +14,7 @@ bool has_gate(const std::string& activation) { return activation.ends_with("glu"
 at::Tensor activated(const std::string& activation, const at::Tensor& x) {
   if (activation == "swiglu") return at::silu(x);
   if (activation == "relu") return at::relu(x);
+  if (activation == "relu2") return at::relu(x).square();
   return at::gelu(x, activation.ends_with("_tanh") ? "tanh" : "none");
 }
 

@@ -32,6 +32,7 @@ struct MixtureOfExpertsOptions : OptionList<MixtureOfExpertsOptions> {
   ATTNPACK_OPTION(bool, gate_bias) = false;
   ATTNPACK_OPTION(std::string, activation) = "swiglu";  // of the experts, as in FeedForward
   ATTNPACK_OPTION(bool, bias) = false;                  // of the experts
+  ATTNPACK_OPTION(bool, weigh_inputs) = false;          // the weights multiply what goes into the experts (Llama 4)
   ATTNPACK_OPTION(std::optional<int64_t>, shared_dim);  // width inside an expert for all tokens; none: no such expert
   ATTNPACK_OPTION(Factory, factory);
 };

@@ -46,25 +46,28 @@ LayerNormImpl::LayerNormImpl(LayerNormOptions options) : options(std::move(optio
 void LayerNormImpl::reset() {
   check_norm(options);
   register_parameter("weight", allocate("dim", {options.dim()}, weight, options.factory()).fill_(1));
-  register_parameter("bias", allocate("dim", {options.dim()}, bias, options.factory()).zero_());
+  if (options.bias()) register_parameter("bias", allocate("dim", {options.dim()}, bias, options.factory()).zero_());
   bind_members();
 }
 
 void LayerNormImpl::bind_members() {
   weight = parameters_["weight"];
-  bias = parameters_["bias"];
+  bias = options.bias() ? parameters_["bias"] : at::Tensor();
 }
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   check_tokens("x", x, options.dim(), weight);
-  return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
+  const auto given = bias.defined() ? std::make_optional(bias) : std::nullopt;
+  return at::layer_norm(x, {options.dim()}, weight, given, options.eps());
 }
 
 void LayerNormImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::LayerNorm", options); }
 
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
   check_norm_kind(kind);
-  if (kind == "layer") return LayerNorm(options);
+  if (kind.starts_with("layer"))
+    return LayerNorm(
+        LayerNormOptions(options.dim()).eps(options.eps()).bias(kind == "layer").factory(options.factory()));
   const bool plus_one = kind == "rms_plus_one";
   return RMSNorm(RMSNormOptions(options.dim()).eps(options.eps()).plus_one(plus_one).factory(options.factory()));
 }

@@ -16,7 +16,14 @@ struct NormOptions : OptionList<NormOptions> {
   ATTNPACK_OPTION(double, eps) = 1e-6;
   ATTNPACK_OPTION(Factory, factory);
 };
-using LayerNormOptions = NormOptions;
+
+struct LayerNormOptions : OptionList<LayerNormOptions> {
+  explicit LayerNormOptions(int64_t dim) : dim_(dim) {}
+  ATTNPACK_OPTION(int64_t, dim);
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(bool, bias) = true;
+  ATTNPACK_OPTION(Factory, factory);
+};
 
 struct RMSNormOptions : OptionList<RMSNormOptions> {
   explicit RMSNormOptions(int64_t dim) : dim_(dim) {}
@@ -44,7 +51,7 @@ class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
 };
 TORCH_MODULE(RMSNorm);
 
-// RMSNorm on q and k before RoPE: over head_dim (Qwen 3), or over all heads (OLMo 2).
+// RMSNorm on q and k: over head_dim (Qwen 3), or over all heads (OLMo 2).
 struct QkNorm : OptionList<QkNorm> {
   QkNorm() = default;
   /* implicit */ QkNorm(bool on) : on_(on) {}
@@ -53,6 +60,8 @@ struct QkNorm : OptionList<QkNorm> {
   ATTNPACK_OPTION(bool, all_heads) = false;
   ATTNPACK_OPTION(bool, plus_one) = false;  // as in RMSNormOptions
   ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(bool, after_rope) = false;  // behind the rotation (HunYuan), not before it
+  ATTNPACK_OPTION(bool, weights) = true;      // false: without weights (Llama 4); there is no q_norm and no k_norm
   // RMSNorm without weights on the values too (Gemma 4); default: where keys are the values.
   ATTNPACK_OPTION(std::optional<bool>, values);
 };
@@ -71,11 +80,11 @@ class LayerNormImpl : public LeafModule<LayerNormImpl>, public TokenModule {
   void pretty_print(std::ostream& stream) const override;
 
   LayerNormOptions options;
-  at::Tensor weight, bias;  // [dim]
+  at::Tensor weight, bias;  // [dim]; bias undefined without one
 };
 TORCH_MODULE(LayerNorm);
 
-// "rms", "rms_plus_one" (an RMSNorm with plus_one) or "layer"; anything else raises.
+// "rms", "rms_plus_one" (an RMSNorm with plus_one), "layer" or "layer_no_bias"; anything else raises.
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options);
 
 }  // namespace attnpack

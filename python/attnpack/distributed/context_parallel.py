@@ -68,11 +68,6 @@ def settings_of(module: nn.Module, query: Tensor) -> dict[str, Any]:
     return settings
 
 
-def rotated(module: nn.Module, x: Tensor, places: Tensor) -> Tensor:
-    """Heads x [B, H, L, D] at positions [L] or [B, L]."""
-    return x if module.rope is None else module.rope(x, places)
-
-
 def scaled(module: nn.Module, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor:
     """The queries [B, H, L, D] times the factors of the module's query_scale."""
     return ops.scale_queries(query, module._query_scale(query, positions, past))
@@ -86,10 +81,9 @@ class ContextParallel(Spread):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **inputs: Any) -> Tensor:
         self._check(module, inputs)
-        rows, keys = self._places(query, key.size(2), inputs)
+        heads = module._rotated(query, key, *self._places(query, key.size(2), inputs))
         out = attention(
-            rotated(module, query, rows),
-            rotated(module, key, keys),
+            *heads,
             value,
             group=self.group,
             method=self.method,

@@ -19,7 +19,7 @@ from ..nn.linear import plain_weight
 from ..nn.spread import Spread
 from .agreement import agree
 from .collectives import Group, as_group
-from .context_parallel import expand, refuse_inputs, rotate_latents, rotated, scaled, settings_of
+from .context_parallel import expand, refuse_inputs, rotate_latents, scaled, settings_of
 from .generate import generate
 
 _KINDS = (DynamicCache, LatentCache, StaticCache)
@@ -115,7 +115,7 @@ class ShardedCache(KVCache, Spread):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **inputs: Any) -> Tensor:
         past, new = self._begin(module, inputs, query=query, key=key, value=value)
         places = self._places(past, query, inputs)
-        query, key = rotated(module, query, places), rotated(module, key, places)
+        query, key = module._rotated(query, key, places, places)
         query = scaled(module, query, places, past)
         settings = settings_of(module, query)
         with self.inner.all_or_none():

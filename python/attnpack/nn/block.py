@@ -76,6 +76,7 @@ class Block(NativeModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         dropout: float,
+        residual_scale: float,
         layout: str | None = None,
     ) -> None:
         super().__init__()
@@ -85,6 +86,7 @@ class Block(NativeModule):
             checks.layout(layout, pre_norm, cross_attention is not None)
         self.pre_norm = pre_norm
         self.dropout = dropout
+        self.residual_scale = residual_scale
         self.embed_dim = attention.embed_dim
         self.self_attn = attention
         self.mlp = feed_forward
@@ -99,7 +101,7 @@ class Block(NativeModule):
 
     def _live_config(self) -> dict[str, Any]:
         norms = (getattr(self, name, None) for name in _NORMS)
-        options = {"pre_norm": self.pre_norm, "dropout": self.dropout}
+        options = {"pre_norm": self.pre_norm, "dropout": self.dropout, "residual_scale": self.residual_scale}
         return {**options, **norm_settings(norm for norm in norms if norm is not None)}
 
     @classmethod
@@ -108,7 +110,8 @@ class Block(NativeModule):
         names = {"attention": "self_attn", "feed_forward": "mlp", "cross_attention": "cross_attn"}
         made = {name: NativeModule._shell(parts[part]) for name, part in names.items() if part in parts}
         norm = next(parts[name] for name in _NORMS if name in parts)
-        return {**made, "pre_norm": twin.pre_norm, "dropout": twin.dropout, **arguments_of_norm(norm)}
+        own = {"pre_norm": twin.pre_norm, "dropout": twin.dropout, "residual_scale": twin.residual_scale}
+        return {**made, **own, **arguments_of_norm(norm)}
 
     def _check(self, x: Tensor) -> None:
         projection = None if is_offloaded(self.self_attn) else getattr(self.self_attn, "q_proj", None)
@@ -126,8 +129,13 @@ class Block(NativeModule):
 
     def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.pre_norm:
-            return x + dropped(layer(norm(x)), self)
-        return norm(x + dropped(layer(x), self))
+            return x + self._added(layer(norm(x)))
+        return norm(x + self._added(layer(x)))
+
+    def _added(self, x: Tensor) -> Tensor:
+        """What attention or the feed-forward gives, as the block adds it."""
+        kept = dropped(x, self)
+        return kept if self.residual_scale == 1 else kept * self.residual_scale
 
     def extra_repr(self) -> str:
         return f"pre_norm={self.pre_norm}" + (f", dropout={self.dropout}" if self.dropout else "")
@@ -139,10 +147,12 @@ class EncoderBlock(Block):
     Args:
         attention: an attention module with its own `causal` setting; child self_attn.
         feed_forward: a module [..., E] -> [..., E]; child mlp.
-        norm: "rms" or "layer"; children input_layernorm, post_attention_layernorm.
+        norm: "rms", "rms_plus_one" (Gemma), "layer" or "layer_no_bias" (Cohere 2); children input_layernorm,
+            post_attention_layernorm.
         pre_norm: True computes x + f(norm(x)), False norm(x + f(x)) as in Vaswani et al. 2017.
         eps: eps of the norms.
         dropout: of what attention and feed-forward add to x, in training.
+        residual_scale: factor on what they add (Granite).
         device, dtype: those of the norms; default those of attention.
     """
 
@@ -157,10 +167,11 @@ class EncoderBlock(Block):
         pre_norm: bool = True,
         eps: float = 1e-6,
         dropout: float = 0.0,
+        residual_scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(attention, feed_forward, norm, pre_norm, None, eps, device, dtype, dropout)
+        super().__init__(attention, feed_forward, norm, pre_norm, None, eps, device, dtype, dropout, residual_scale)
 
     def forward(
         self,
@@ -200,7 +211,7 @@ class DecoderBlock(Block):
     window and no ALiBi. Without cross-attention the state dict has the names of a Llama layer.
 
     Args:
-        attention, feed_forward, norm, pre_norm, eps, dropout, device, dtype: as in EncoderBlock.
+        attention, feed_forward, norm, pre_norm, eps, dropout, residual_scale, device, dtype: as in EncoderBlock.
         layout: other places of the norms, in place of pre_norm; not together with cross_attention.
             "sandwich": x + norm(f(norm(x))), with children pre_feedforward_layernorm and post_feedforward_layernorm too
             (Gemma 2). "output": x + norm(f(x)), children post_attention_layernorm and post_feedforward_layernorm (OLMo
@@ -222,11 +233,12 @@ class DecoderBlock(Block):
         cross_attention: nn.Module | None = None,
         eps: float = 1e-6,
         dropout: float = 0.0,
+        residual_scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        factory = (device, dtype)
-        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, *factory, dropout, layout)
+        others = (device, dtype, dropout, residual_scale, layout)
+        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, *others)
         self.layout = layout
         self.has_cross_attention = cross_attention is not None
 
@@ -302,12 +314,12 @@ class DecoderBlock(Block):
         if self.layout in ("parallel", "parallel_two"):
             first = self.input_layernorm(x)
             second = first if self.layout == "parallel" else self.post_attention_layernorm(x)
-            return x + dropped(attend(first), self) + dropped(self.mlp(second), self)
+            return x + self._added(attend(first)) + self._added(self.mlp(second))
         sandwich = self.layout == "sandwich"
         attended = self.post_attention_layernorm(attend(self.input_layernorm(x) if sandwich else x))
-        x = x + dropped(attended, self)
+        x = x + self._added(attended)
         fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x) if sandwich else x))
-        return x + dropped(fed, self)
+        return x + self._added(fed)
 
     def _live_config(self) -> dict[str, Any]:
         return {**super()._live_config(), "layout": self.layout}

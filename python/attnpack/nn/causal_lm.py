@@ -50,18 +50,21 @@ class CausalLM(NativeModule):
         position_embedding: "rope"; "learned", a table of max_positions rows that is added to the embeddings;
             "sinusoidal", the same with the fixed rows of ops.sinusoidal_positions; or "none".
         embed_scale: factor on the embeddings.
+        residual_scale: factor on what attention and feed-forward add, as in DecoderBlock.
+        head_bias: a bias on the logits; not together with tie_embeddings.
+        logit_scale: factor on the logits.
         final_softcap: c > 0: logits become c * tanh(logit / c).
         dropout, attention_dropout: in training, dropout of the embeddings and of what each block adds, and that of the
             probabilities.
         scores: what attention has beside the usual: a dict with `softcap`, `sinks`, `alibi`, `scale` as in
-            GroupedQueryAttention, and `rope_dim`, the first dims of a head that rotate, default all.
+            GroupedQueryAttention, `query_scale` too, and `rope_dim`, the first dims of a head that rotate, default all.
         experts: a MixtureOfExperts in place of each feed-forward: a dict with its keywords but for embed_dim.
         layer_settings: where layers differ, a dict for each, with what this layer has of its own: `window` ((-1, -1)
-            for none), `rope_base`, `rope_scaling`; `rope` False for no rotation, `experts` False for the plain
-            feed-forward.
+            for none), `rope_base`, `rope_scaling`; `rope` False for no rotation, `qk_norm` False for no norm on
+            queries and keys, `query_scale` False where the model has one, `experts` False for the plain feed-forward.
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
-            v_head_dim, and optionally q_lora_rank, latent_norm and path, as in MultiHeadLatentAttention, which also
-            takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window, scores and out_bias.
+            v_head_dim, and optionally q_lora_rank, latent_norm, query_scale and path, as in MultiHeadLatentAttention,
+            which also takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window, scores and out_bias.
     """
 
     _cpp_class = cpp.CausalLM
@@ -96,6 +99,9 @@ class CausalLM(NativeModule):
         layout: str | None = None,
         position_embedding: str = "rope",
         embed_scale: float = 1.0,
+        residual_scale: float = 1.0,
+        head_bias: bool = False,
+        logit_scale: float = 1.0,
         final_softcap: float = 0.0,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -122,13 +128,13 @@ class CausalLM(NativeModule):
             fixed.weight.copy_(sinusoidal_positions(max_positions, embed_dim))
         blocks = [self._block(settings, **factory) for settings in twin.resolved_layers()]
         self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, dropout=dropout, **tables)
-        self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
+        self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=head_bias, **factory)
         self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
     def _block(self, settings: dict[str, Any], **factory: Any) -> DecoderBlock:
         """The block of a layer with these settings, in which nothing is left to the model's."""
-        shared = {"norm": self.norm, "layout": self.layout, "eps": self.eps, "dropout": self.dropout}
+        shared = {name: getattr(self, name) for name in ("norm", "layout", "eps", "dropout", "residual_scale")}
         return DecoderBlock(self._attention(settings, **factory), self._feed_forward(settings, **factory), **shared)
 
     def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
@@ -137,7 +143,10 @@ class CausalLM(NativeModule):
         if self.latent is not None:
             return MultiHeadLatentAttention(self.embed_dim, self.num_heads, **self.latent, **shared)
         scores = {name: value for name, value in (self.scores or {}).items() if name != "rope_dim"}
-        heads = {name: getattr(self, name) for name in ("head_dim", "out_bias", "qk_norm")}
+        if not settings["query_scale"]:
+            scores.pop("query_scale", None)
+        heads = {name: getattr(self, name) for name in ("head_dim", "out_bias")}
+        heads["qk_norm"] = self.qk_norm if settings["qk_norm"] else False
         window = settings["window"] and tuple(settings["window"])
         return GroupedQueryAttention(
             self.embed_dim, self.num_heads, self.num_kv_heads, window=window, **heads, **scores, **shared
@@ -227,6 +236,8 @@ class CausalLM(NativeModule):
             logits = linear(hidden, self.model.embed_tokens.weight)
         else:
             logits = project(self.lm_head, hidden)
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
         return self.final_softcap * torch.tanh(logits / self.final_softcap) if self.final_softcap else logits
 
     def generate(

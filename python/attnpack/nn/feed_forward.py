@@ -24,7 +24,7 @@ class FeedForward(NativeModule):
         activation: with a gate (children gate_proj, up_proj, down_proj) "swiglu" (f is silu), "geglu" (the exact gelu),
             "geglu_tanh" (its tanh form, as in Gemma) or "clamped_swiglu" (gpt-oss: with g = min(gate(x), 7) and
             u = up(x) within -7 to 7, down(g sigmoid(1.702 g) (u + 1))); without one (up_proj, down_proj) "gelu",
-            "gelu_tanh" (GPT-2) or "relu".
+            "gelu_tanh" (GPT-2), "relu" or its square "relu2" (Arcee).
         bias: on all projections.
         dropout: of what goes into down, in training.
     """
@@ -67,7 +67,12 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
-_PLAIN = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+_PLAIN = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 _GATED = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate) * up,
@@ -128,6 +133,7 @@ class MixtureOfExperts(NativeModule):
             section 2.1.2).
         gate_bias: a bias on the gate's logits.
         activation, bias: of the experts, as in FeedForward.
+        weigh_inputs: the weights multiply what goes into the experts, and not what comes out (Llama 4).
         shared_dim: width inside an expert for all tokens; None for no such expert.
     """
 
@@ -149,6 +155,7 @@ class MixtureOfExperts(NativeModule):
         gate_bias: bool = False,
         activation: str = "swiglu",
         bias: bool = False,
+        weigh_inputs: bool = False,
         shared_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -194,14 +201,18 @@ class MixtureOfExperts(NativeModule):
         for expert, choices in zip(self.experts, order.split(counts), strict=True):
             if choices.numel():
                 tokens = choices // self.top_k
-                made = expert(rows[tokens]) * weights[choices].unsqueeze(-1)
-                out = out.index_add(0, tokens, made.to(out.dtype))
+                out = out.index_add(0, tokens, self._weighed(expert, rows[tokens], weights[choices].unsqueeze(-1)))
         return out
+
+    def _weighed(self, expert: nn.Module, rows: Tensor, weights: Tensor) -> Tensor:  # [T, embed_dim], [T, 1]
+        if self.weigh_inputs:
+            return expert((rows * weights).to(rows.dtype))
+        return (expert(rows) * weights).to(rows.dtype)
 
     def _all(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Every expert on every token."""
         shares = weights.new_zeros(rows.size(0), self.num_experts).scatter(1, index, weights)
         out = torch.zeros_like(rows)
         for i, expert in enumerate(self.experts):
-            out = out + (expert(rows) * shares[:, i : i + 1]).to(out.dtype)
+            out = out + self._weighed(expert, rows, shares[:, i : i + 1])
         return out

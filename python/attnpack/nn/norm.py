@@ -60,23 +60,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., dim], [d
 
 
 def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    """RMSNorm for "rms" and, with plus_one, for "rms_plus_one"; torch's LayerNorm for "layer"."""
+    """RMSNorm for "rms" and, with plus_one, for "rms_plus_one"; torch's LayerNorm for "layer" and, without a bias, for
+    "layer_no_bias"."""
     checks.norm_kind(kind)
-    if kind == "layer":
+    if kind.startswith("layer"):
         check_dtype(dtype)
-        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+        return nn.LayerNorm(dim, eps=eps, bias=kind == "layer", device=device, dtype=dtype)
     return RMSNorm(dim, eps=eps, plus_one=kind == "rms_plus_one", device=device, dtype=dtype)
 
 
 def arguments_of_norm(twin: Any) -> dict[str, Any]:
     """Kind and eps of a C++ norm, as arguments of blocks and stacks."""
     options = twin.options()
-    return {"norm": _kind(isinstance(twin, cpp.LayerNorm), options.get("plus_one")), "eps": options["eps"]}
+    return {"norm": _kind(options.get("bias"), options.get("plus_one")), "eps": options["eps"]}
 
 
 def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
     """Kind and eps that the norms share, as arguments of C++ blocks and stacks."""
-    found = {(_kind(isinstance(norm, nn.LayerNorm), getattr(norm, "plus_one", False)), norm.eps) for norm in norms}
+    found = {(_kind_of(norm), norm.eps) for norm in norms}
     if len(found) > 1:
         raise TypeError(
             f"attnpack: norms: got {sorted(found)} side by side, C++ wants one kind and eps for all of them"
@@ -85,7 +86,13 @@ def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
     return {"norm": kind, "eps": eps}
 
 
-def _kind(is_layer_norm: bool, plus_one: bool | None) -> str:
-    if is_layer_norm:
-        return "layer"
+def _kind_of(norm: nn.Module) -> str:
+    layer = isinstance(norm, nn.LayerNorm)
+    return _kind(norm.bias is not None if layer else None, getattr(norm, "plus_one", False))
+
+
+def _kind(bias: bool | None, plus_one: bool | None) -> str:
+    """bias: whether a LayerNorm has one; None for an RMSNorm."""
+    if bias is not None:
+        return "layer" if bias else "layer_no_bias"
     return "rms_plus_one" if plus_one else "rms"

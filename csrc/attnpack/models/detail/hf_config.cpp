@@ -78,8 +78,7 @@ CausalLMOptions hf_options(HfSettings& config, std::optional<int64_t> max_positi
   config.set_aliases(family.aliases);
   check_supported(config, family.honours);
   auto options = usual_options(config, family, max_positions);
-  const bool by_kind = std::string_view(family.model_type) == "gemma3_text";
-  if (!by_kind) {
+  if (!family.rope_by_kind) {
     const auto rope = hf_rope(config);
     options.rope_base(rope.base).rope_scaling(rope.scaling);
   }

@@ -22,9 +22,12 @@ struct HfFamily {
   double eps = 1e-6;                        // of the norms, where the configuration does not say
   bool tied = false;                        // the head is the embedding, where the configuration does not say
   std::set<std::string_view> honours = {};  // of what is refused elsewhere
+  double rope_base = 10000;                 // where the configuration does not say
+  bool rope_by_kind = false;                // layers with a window have frequencies of their own
 };
 
-// The families that can be read. A new one is a row of the table in hf_families.cpp.
+// The families that can be read. A new one is a row of the table in hf_families.cpp; the functions of most rows stand
+// in the files that hf_configure.h names.
 const std::vector<HfFamily>& hf_families();
 
 // The family of the configuration; raises for one that cannot be read.
@@ -41,12 +44,14 @@ struct HfRope {
   std::optional<RopeScaling> scaling;
 };
 HfRope hf_rope(const HfSettings& config);
-// The same for Gemma 3, whose layers with a window have frequencies of their own.
+// The same where layers with a window have frequencies of their own, with the bases where the configuration has none.
 struct HfRopeByKind {
   HfRope full, sliding;
 };
-HfRopeByKind hf_rope_by_kind(const HfSettings& config);
-// The part of a head's dims that rotate.
-double hf_rotated_part(const HfSettings& config);
+HfRopeByKind hf_rope_by_kind(const HfSettings& config, double full_base, double sliding_base);
+// A member of the object of the RoPE; null if it is absent.
+const Json& hf_rope_member(const HfSettings& config, const char* name);
+// The part of a head's dims that rotate; `usual` where the configuration does not say.
+double hf_rotated_part(const HfSettings& config, double usual = 1);
 
 }  // namespace attnpack

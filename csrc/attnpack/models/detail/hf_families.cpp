@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include <attnpack/models/detail/hf_config.h>
+#include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
 
 namespace attnpack {
@@ -72,15 +73,7 @@ void configure_gemma3(const HfSettings& config, Options& o) {
   const char* name = config.has("_sliding_window_pattern") ? "_sliding_window_pattern" : "sliding_window_pattern";
   const auto pattern = config.size(name, 6);
   set_windows(config, o, window_size(config, 4096), [=](int64_t layer) { return (layer + 1) % pattern != 0; });
-  // Layers with a window rotate by a base of their own. Where all have it, it is an option of the model, not of layers.
-  const auto [all, sliding] = hf_rope_by_kind(config);
-  const bool all_slide = o.layer_settings().empty() && o.window().has_value();
-  const auto& usual = all_slide ? sliding : all;
-  o.rope_base(usual.base).rope_scaling(usual.scaling);
-  for (auto& layer : o.layer_settings()) {
-    if (layer.window() == Window{-1, -1}) continue;
-    layer.rope_base(sliding.base).rope_scaling(sliding.scaling.value_or(RopeScaling()));
-  }
+  set_ropes_by_kind(o, hf_rope_by_kind(config, 1e6, 1e4));
 }
 
 void configure_phi3(const HfSettings& config, Options& o) {
@@ -216,6 +209,9 @@ const HfAliases kOfGpt2{{"hidden_size", "n_embd", true},         {"max_position_
                         {"rms_norm_eps", "layer_norm_epsilon"}};
 const HfAliases kOfGemma{{"hidden_act", "hidden_activation"}};
 const HfAliases kOfStarcoder2{{"rms_norm_eps", "norm_epsilon"}};
+const HfAliases kOfLayerNorm{{"rms_norm_eps", "layer_norm_eps"}};
+const HfAliases kOfGptNeox{
+    {"rms_norm_eps", "layer_norm_eps"}, {"partial_rotary_factor", "rotary_pct"}, {"rope_theta", "rotary_emb_base"}};
 const HfAliases kOfFalcon{
     {"rms_norm_eps", "layer_norm_epsilon"}, {"intermediate_size", "ffn_hidden_size"}, {"hidden_act", "activation"}};
 
@@ -229,7 +225,7 @@ const std::vector<HfFamily>& hf_families() {
       {"qwen2", configure_qwen2},
       {"qwen3", configure_qwen3},
       {"gemma2", configure_gemma2, llama_parts, kOfGemma, 1e-6, true, kSoftcaps},
-      {"gemma3_text", configure_gemma3, llama_parts, kOfGemma, 1e-6, true, {"final_logit_softcapping"}},
+      {"gemma3_text", configure_gemma3, llama_parts, kOfGemma, 1e-6, true, {"final_logit_softcapping"}, 1e4, true},
       {"phi3", configure_phi3, phi3_parts, {}, 1e-5, false, {"partial_rotary_factor"}},
       {"olmo2", configure_olmo2, llama_parts, {}, 1e-5},
       {"starcoder2", configure_starcoder2, starcoder2_parts, kOfStarcoder2, 1e-5, true, kDropout},
@@ -240,6 +236,51 @@ const std::vector<HfFamily>& hf_families() {
       {"qwen3_moe", configure_qwen3_moe},
       {"deepseek_v2", configure_deepseek},
       {"deepseek_v3", configure_deepseek},
+      {.model_type = "smollm3", .configure = configure_smollm3, .tied = true, .rope_base = 2e6},
+      {.model_type = "granite", .configure = configure_granite},
+      {.model_type = "granitemoehybrid", .configure = configure_granite_hybrid, .parts = granite_hybrid_parts},
+      {.model_type = "cohere2", .configure = configure_cohere2, .aliases = kOfLayerNorm, .eps = 1e-5, .tied = true},
+      {.model_type = "glm4",
+       .configure = configure_glm4,
+       .parts = glm4_parts,
+       .eps = 1.5625e-7,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "exaone4", .configure = configure_exaone4, .eps = 1e-5},
+      {.model_type = "olmo3", .configure = configure_olmo3, .eps = 1e-5, .rope_by_kind = true},
+      {.model_type = "ministral", .configure = configure_ministral},
+      {.model_type = "ministral3", .configure = configure_ministral3, .eps = 1e-5},
+      {.model_type = "seed_oss", .configure = configure_seed_oss, .honours = kDropout},
+      {.model_type = "hunyuan_v1_dense", .configure = configure_hunyuan, .parts = hunyuan_parts, .eps = 1e-5},
+      {.model_type = "ernie4_5", .configure = configure_ernie, .eps = 1e-5, .tied = true, .rope_base = 5e5},
+      {.model_type = "helium", .configure = configure_helium, .eps = 1e-8, .rope_base = 1e5},
+      {.model_type = "arcee", .configure = configure_arcee, .eps = 1e-5},
+      {.model_type = "phi",
+       .configure = configure_phi,
+       .parts = phi_parts,
+       .aliases = kOfLayerNorm,
+       .eps = 1e-5,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "gpt_neox",
+       .configure = configure_gpt_neox,
+       .parts = gpt_neox_parts,
+       .aliases = kOfGptNeox,
+       .eps = 1e-5,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "stablelm",
+       .configure = configure_stablelm,
+       .aliases = kOfLayerNorm,
+       .eps = 1e-5,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "mixtral", .configure = configure_mixtral, .parts = mixtral_parts, .eps = 1e-5, .rope_base = 1e6},
+      {.model_type = "minimax_m2",
+       .configure = configure_minimax_m2,
+       .parts = mixtral_parts,
+       .honours = {"partial_rotary_factor"},
+       .rope_base = 5e6},
+      {.model_type = "mistral4",
+       .configure = configure_mistral4,
+       .parts = packed_experts_parts,
+       .honours = {"partial_rotary_factor"}},
   };
   return families;
 }

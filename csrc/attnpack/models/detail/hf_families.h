@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 // Shared by the families when they read their settings.
 namespace attnpack {
@@ -20,6 +21,28 @@ void set_windows(const HfSettings& config, CausalLMOptions& options, std::option
 // A window of `size` tokens in every layer, or in none. Raises where layer_types says otherwise: transformers does not
 // read it for such a family.
 void set_window(const HfSettings& config, CausalLMOptions& options, std::optional<int64_t> size);
+
+// RoPE of two kinds: layers with a window have their own. Where all have it, it is an option of the model.
+void set_ropes_by_kind(CausalLMOptions& options, const HfRopeByKind& ropes);
+
+// Whether the layer has a window.
+bool slides(const CausalLMOptions& options, int64_t layer);
+
+// Layers without rotation. Where no layer rotates, it is an option of the model.
+void set_rotated_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& rotates);
+
+// Which layers rotate by no_rope_layers (1 for those that do), or else all but each no_rope_layer_interval-th.
+std::vector<bool> rotated_layers(const HfSettings& config, int64_t layers);
+
+// The first dims of a head that rotate, by partial_rotary_factor; `usual` is the factor where the configuration has
+// none.
+void set_rotated_part(const HfSettings& config, CausalLMOptions& options, double usual);
+
+// Granite's factors on embeddings, residuals, scores and logits.
+void set_multipliers(const HfSettings& config, CausalLMOptions& options);
+
+// The growth of the scores of Ministral 3 and Mistral 4, whose numbers stand beside those of the RoPE.
+std::optional<QueryScale> log_query_scale(const HfSettings& config);
 
 // Layers with the plain feed-forward in a model with experts.
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& is_dense);

@@ -86,19 +86,86 @@ void set_window(const HfSettings& config, CausalLMOptions& options, std::optiona
   if (size) options.window(Window{*size - 1, 0});
 }
 
+void set_ropes_by_kind(CausalLMOptions& options, const HfRopeByKind& ropes) {
+  const auto& [all, sliding] = ropes;
+  const bool all_slide = options.layer_settings().empty() && options.window().has_value();
+  const auto& usual = all_slide ? sliding : all;
+  options.rope_base(usual.base).rope_scaling(usual.scaling);
+  for (auto& layer : options.layer_settings()) {
+    if (layer.window() == Window{-1, -1}) continue;
+    layer.rope_base(sliding.base).rope_scaling(sliding.scaling.value_or(RopeScaling()));
+  }
+}
+
+bool slides(const CausalLMOptions& options, int64_t layer) {
+  constexpr Window kNone{-1, -1};
+  const auto& layers = options.layer_settings();
+  const auto own = layers.empty() ? std::nullopt : layers[layer].window();
+  return own.value_or(options.window().value_or(kNone)) != kNone;
+}
+
+void set_rotated_layers(CausalLMOptions& options, const std::function<bool(int64_t)>& rotates) {
+  int64_t rotated = 0;
+  for (int64_t layer = 0; layer < options.num_layers(); ++layer) rotated += rotates(layer);
+  if (rotated == 0) options.position_embedding("none");
+  if (rotated == 0 || rotated == options.num_layers()) return;
+  auto& layers = layers_of(options);
+  for (int64_t layer = 0; layer < options.num_layers(); ++layer) layers[layer].rope(rotates(layer));
+}
+
+std::vector<bool> rotated_layers(const HfSettings& config, int64_t layers) {
+  const auto given = config.list_of_ints("no_rope_layers");
+  const auto every = config.size("no_rope_layer_interval", 4);
+  config.check(given.empty() || static_cast<int64_t>(given.size()) >= layers, "no_rope_layers in config.json has ",
+               given.size(), " numbers, wants one for each of ", layers, " layers");
+  std::vector<bool> rotates(layers);
+  for (int64_t layer = 0; layer < layers; ++layer)
+    rotates[layer] = given.empty() ? (layer + 1) % every != 0 : given[layer] != 0;
+  return rotates;
+}
+
+void set_rotated_part(const HfSettings& config, CausalLMOptions& options, double usual) {
+  const auto part = hf_rotated_part(config, usual);
+  if (part == 1) return;
+  auto scores = options.scores().value_or(ScoreSettings());
+  options.scores(scores.rope_dim(static_cast<int64_t>(part * static_cast<double>(*options.head_dim()))));
+}
+
+void set_multipliers(const HfSettings& config, CausalLMOptions& options) {
+  options.embed_scale(config.number("embedding_multiplier", 1))
+      .residual_scale(config.number("residual_multiplier", 1))
+      .logit_scale(1 / config.number("logits_scaling", 1))
+      .scores(ScoreSettings().scale(config.number("attention_multiplier", 1)));
+}
+
+std::optional<QueryScale> log_query_scale(const HfSettings& config) {
+  const auto &beta = hf_rope_member(config, "llama_4_scaling_beta"),
+             &length = hf_rope_member(config, "original_max_position_embeddings");
+  if (beta.is_null() || number_in(beta) == 0.0) return std::nullopt;
+  return QueryScale()
+      .type("log")
+      .llama_4_scaling_beta(config.as_number("llama_4_scaling_beta", beta))
+      .original_max_position_embeddings(config.as_number("original_max_position_embeddings", length));
+}
+
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t)>& is_dense) {
   auto& layers = layers_of(options);
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) layers[layer].experts(!is_dense(layer));
 }
 
 std::string gated_activation(const HfSettings& config, const char* usual) {
-  return activation(config, usual, {{"silu", "swiglu"}, {"gelu", "geglu"}, {"gelu_pytorch_tanh", "geglu_tanh"}});
+  return activation(
+      config, usual,
+      {{"silu", "swiglu"}, {"gelu", "geglu"}, {"gelu_new", "geglu_tanh"}, {"gelu_pytorch_tanh", "geglu_tanh"}});
 }
 
 std::string plain_activation(const HfSettings& config, const char* usual) {
-  return activation(
-      config, usual,
-      {{"gelu", "gelu"}, {"gelu_new", "gelu_tanh"}, {"gelu_pytorch_tanh", "gelu_tanh"}, {"relu", "relu"}});
+  return activation(config, usual,
+                    {{"gelu", "gelu"},
+                     {"gelu_new", "gelu_tanh"},
+                     {"gelu_pytorch_tanh", "gelu_tanh"},
+                     {"relu", "relu"},
+                     {"relu2", "relu2"}});
 }
 
 void check_silu(const HfSettings& config) {

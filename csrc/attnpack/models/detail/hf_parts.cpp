@@ -2,55 +2,17 @@
 
 #include <ATen/ATen.h>
 
-#include <initializer_list>
+#include <attnpack/models/detail/hf_places.h>
+
 #include <optional>
-#include <string_view>
-#include <utility>
 
 namespace attnpack {
 
 namespace {
 
 using at::Tensor;
-using Names = std::initializer_list<std::pair<std::string_view, const char*>>;
-
-// "model.layers.3.", "mlp.c_fc", "weight": a name as a layer, a module in it and a parameter.
-struct Place {
-  std::string layer, module, parameter;
-};
-
-Place place_of(const std::string& name, std::string_view prefix) {
-  Place place;
-  std::string_view rest = name;
-  if (rest.substr(0, prefix.size()) == prefix) {
-    rest.remove_prefix(prefix.size());
-    const auto end = rest.find('.');
-    place.layer = "model.layers." + std::string(rest.substr(0, end)) + ".";
-    rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
-  }
-  const auto last = rest.rfind('.');
-  place.module = rest.substr(0, last == rest.npos ? 0 : last);
-  place.parameter = rest.substr(last == rest.npos ? 0 : last + 1);
-  return place;
-}
-
-const char* find(const Names& names, std::string_view module) {
-  for (const auto& [theirs, ours] : names)
-    if (theirs == module) return ours;
-  return nullptr;
-}
-
-std::vector<HfPart> whole(const std::string& name) { return {{name, nullptr}}; }
-
-std::string joined(const Place& place, const std::string& module) {
-  return place.layer + module + "." + place.parameter;
-}
-
-// The module by its new name, or the tensor as it is.
-std::vector<HfPart> renamed(const std::string& name, const Place& place, const Names& names) {
-  const auto* ours = find(names, place.module);
-  return whole(ours ? joined(place, ours) : name);
-}
+using Names = HfNames;
+using Place = HfPlace;
 
 // q, k and v, whose rows follow each other.
 std::vector<HfPart> rows_of_qkv(const Place& place, const CausalLMOptions& o, bool transposed = false) {
@@ -86,11 +48,6 @@ std::vector<HfPart> groups_of_qkv(const Place& place, const CausalLMOptions& o) 
 
 Tensor transposed(const Tensor& x) { return x.t(); }
 
-Tensor half(const Tensor& x, int64_t which) {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(0) % 2 == 0, "it has an odd number of rows");
-  return x.narrow(0, which * (x.size(0) / 2), x.size(0) / 2);
-}
-
 const Names kTopOfGpt2{{"transformer.wte", "model.embed_tokens"},
                        {"transformer.wpe", "model.embed_positions"},
                        {"transformer.ln_f", "model.norm"}};
@@ -100,8 +57,8 @@ const Names kLayerOfGpt2{{"ln_1", "input_layernorm"},
                          {"mlp.c_fc", "mlp.up_proj"},
                          {"mlp.c_proj", "mlp.down_proj"}};
 
-bool is_mask(const Place& place) {
-  return place.module == "attn" && (place.parameter == "bias" || place.parameter == "masked_bias");
+bool is_mask(const Place& place, const char* attention = "attn") {
+  return place.module == attention && (place.parameter == "bias" || place.parameter == "masked_bias");
 }
 
 }  // namespace
@@ -111,9 +68,29 @@ std::vector<HfPart> llama_parts(const std::string& name, const CausalLMOptions&)
 std::vector<HfPart> phi3_parts(const std::string& name, const CausalLMOptions& o) {
   const auto place = place_of(name, "model.layers.");
   if (place.module == "self_attn.qkv_proj") return rows_of_qkv(place, o);
-  if (place.module != "mlp.gate_up_proj") return whole(name);
-  return {{joined(place, "mlp.gate_proj"), [](const Tensor& x) { return half(x, 0); }},
-          {joined(place, "mlp.up_proj"), [](const Tensor& x) { return half(x, 1); }}};
+  return place.module == "mlp.gate_up_proj" ? gate_and_up(place, "mlp.") : whole(name);
+}
+
+std::vector<HfPart> glm4_parts(const std::string& name, const CausalLMOptions&) {
+  static const Names names{{"post_self_attn_layernorm", "post_attention_layernorm"},
+                           {"post_attention_layernorm", "pre_feedforward_layernorm"},
+                           {"post_mlp_layernorm", "post_feedforward_layernorm"}};
+  const auto place = place_of(name, "model.layers.");
+  return place.module == "mlp.gate_up_proj" ? gate_and_up(place, "mlp.") : renamed(name, place, names);
+}
+
+std::vector<HfPart> hunyuan_parts(const std::string& name, const CausalLMOptions&) {
+  static const Names names{{"self_attn.query_layernorm", "self_attn.q_norm"},
+                           {"self_attn.key_layernorm", "self_attn.k_norm"}};
+  return renamed(name, place_of(name, "model.layers."), names);
+}
+
+std::vector<HfPart> phi_parts(const std::string& name, const CausalLMOptions&) {
+  static const Names names{{"self_attn.dense", "self_attn.o_proj"},
+                           {"mlp.fc1", "mlp.up_proj"},
+                           {"mlp.fc2", "mlp.down_proj"},
+                           {"model.final_layernorm", "model.norm"}};
+  return renamed(name, place_of(name, "model.layers."), names);
 }
 
 std::vector<HfPart> starcoder2_parts(const std::string& name, const CausalLMOptions&) {
@@ -153,6 +130,22 @@ std::vector<HfPart> falcon_parts(const std::string& name, const CausalLMOptions&
   const auto place = place_of(name, "transformer.h.");
   if (place.layer.empty()) return renamed(name, place, top);
   if (place.module == "self_attention.query_key_value") return groups_of_qkv(place, o);
+  return renamed(name, place, in_layer);
+}
+
+std::vector<HfPart> gpt_neox_parts(const std::string& name, const CausalLMOptions& o) {
+  static const Names top{{"gpt_neox.embed_in", "model.embed_tokens"},
+                         {"gpt_neox.final_layer_norm", "model.norm"},
+                         {"embed_out", "lm_head"}};
+  static const Names in_layer{{"attention.dense", "self_attn.o_proj"},
+                              {"input_layernorm", "input_layernorm"},
+                              {"post_attention_layernorm", "post_attention_layernorm"},
+                              {"mlp.dense_h_to_4h", "mlp.up_proj"},
+                              {"mlp.dense_4h_to_h", "mlp.down_proj"}};
+  const auto place = place_of(name, "gpt_neox.layers.");
+  if (place.layer.empty()) return renamed(name, place, top);
+  if (is_mask(place, "attention")) return {};
+  if (place.module == "attention.query_key_value") return groups_of_qkv(place, o);
   return renamed(name, place, in_layer);
 }
 

@@ -27,5 +27,13 @@ std::vector<HfPart> gpt2_parts(const std::string& name, const CausalLMOptions& o
 std::vector<HfPart> gpt_bigcode_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> falcon_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> gpt_oss_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> glm4_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> hunyuan_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> phi_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> gpt_neox_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> mixtral_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> granite_hybrid_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> llama4_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> packed_experts_parts(const std::string& name, const CausalLMOptions& options);
 
 }  // namespace attnpack

@@ -71,7 +71,7 @@ constexpr const char* wanted(const std::optional<T>&) {
 }
 
 void set_option(RopeScaling& scaling, const std::string& name, const Json& value) {
-  bool known = name == "finetuned";  // says nothing about the rotation
+  bool known = false;
   RopeScaling::for_each_option(scaling, [&](const char* option_name, auto& option) {
     if (name != option_name) return;
     known = true;
@@ -91,8 +91,10 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
                                                        &config.get("original_max_position_embeddings"), &longest});
   RopeScaling scaling;
   scaling.rope_type(kind);
-  constexpr std::array<std::string_view, 5> kElsewhere = {"type", "rope_type", "rope_theta", "partial_rotary_factor",
-                                                          "original_max_position_embeddings"};
+  // What is read elsewhere, or says nothing about the rotation.
+  constexpr std::array<std::string_view, 8> kElsewhere = {
+      "type",  "rope_type", "rope_theta",          "partial_rotary_factor", "original_max_position_embeddings",
+      "alpha", "finetuned", "llama_4_scaling_beta"};
   for (const auto& [name, value] : *rope.as<Json::Object>()) {
     if (!contains(kElsewhere, name) && !value.is_null()) set_option(scaling, name, value);
   }
@@ -117,9 +119,11 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
                ") in config.json is not supported yet");
   const auto base = config.as_number("rope_theta", first_set({&item(rope, "rope_theta"), &usual_base}));
   const auto& part = item(rope, "partial_rotary_factor");
+  const auto& family = hf_family(config);
   const bool phi3 = config.model_type() == "phi3";
-  config.check(phi3 || !rope.find("partial_rotary_factor") || number_in(part) == 1.0,
-               "partial_rotary_factor = ", brief(shown(part)), " is not supported yet");
+  config.check(
+      family.honours.count("partial_rotary_factor") || !rope.find("partial_rotary_factor") || number_in(part) == 1.0,
+      "partial_rotary_factor = ", brief(shown(part)), " is not supported yet");
   static const Json kLongrope{std::string("longrope")};
   const auto& given = first_set({&item(rope, "rope_type"), &item(rope, "type"), &kDefault});
   const auto* word = given.as<std::string>();
@@ -127,6 +131,9 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
   const auto& type = older ? kLongrope : given;
   const auto* kind = type.as<std::string>();
   if (kind && *kind == "default") return {base, std::nullopt};
+  // HunYuan's "dynamic" with an alpha has fixed frequencies.
+  if (config.model_type() == "hunyuan_v1_dense" && kind && *kind == "dynamic" && is_set(item(rope, "alpha")))
+    return {base, RopeScaling().rope_type("ntk").factor(config.as_number("alpha", item(rope, "alpha")))};
   config.check(kind && contains(kRopeTypes, *kind), "rope_type ", brief(shown(type)),
                " in config.json is not supported; from_hf knows 'default', 'linear', 'dynamic', 'yarn', 'llama3', "
                "'longrope'");
@@ -139,9 +146,10 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
 }
 
 HfRope read_rope(const HfSettings& config, const char* source) {
-  static const Json kNothing{Json::Object()}, kUsualBase{10000.0};
+  static const Json kNothing{Json::Object()};
+  const Json usual_base{hf_family(config).rope_base};
   const auto& rope = config.is_set(source) ? config.get(source) : kNothing;
-  return read_rope_of(config, source, rope, first_set({&config.get("rope_theta"), &kUsualBase}));
+  return read_rope_of(config, source, rope, first_set({&config.get("rope_theta"), &usual_base}));
 }
 
 std::string rope_option_text(const std::string& word) { return word; }
@@ -183,8 +191,9 @@ HfRope hf_rope(const HfSettings& config) {
   return found;
 }
 
-HfRopeByKind hf_rope_by_kind(const HfSettings& config) {
-  static const Json kNothing{Json::Object()}, kFullBase{1e6}, kSlidingBase{1e4};
+HfRopeByKind hf_rope_by_kind(const HfSettings& config, double usual_full, double usual_sliding) {
+  static const Json kNothing{Json::Object()};
+  const Json kFullBase{usual_full}, kSlidingBase{usual_sliding};
   constexpr const char *kNew = "rope_parameters", *kOld = "rope_scaling";
   const auto& kinds = config.get(kNew);
   const auto &full_base = first_set({&config.get("rope_theta"), &kFullBase}),
@@ -194,20 +203,23 @@ HfRopeByKind hf_rope_by_kind(const HfSettings& config) {
   if (!is_set(kinds)) {
     return {read_rope_of(config, kOld, *old, full_base), {config.as_number("rope_local_base_freq", sliding_base), {}}};
   }
+  config.refuse_if_set(kOld);  // beside rope_parameters
   const auto &full = item(kinds, "full_attention"), &sliding = item(kinds, "sliding_attention");
   config.check(full.as<Json::Object>() && sliding.as<Json::Object>(), kNew, " in config.json is ", brief(shown(kinds)),
                ", wants an object with full_attention and sliding_attention");
   return {read_rope_of(config, kNew, full, full_base), read_rope_of(config, kNew, sliding, sliding_base)};
 }
 
-double hf_rotated_part(const HfSettings& config) {
-  static const Json kAll{1.0};
-  const Json* value = &config.get("partial_rotary_factor");
-  for (const char* source : {"rope_scaling", "rope_parameters"}) {
-    const auto& part = item(config.get(source), "partial_rotary_factor");
-    if (!part.is_null()) value = &part;
-  }
-  const auto part = config.as_number("partial_rotary_factor", value->is_null() ? kAll : *value);
+const Json& hf_rope_member(const HfSettings& config, const char* name) {
+  const auto& newer = item(config.get("rope_parameters"), name);
+  return newer.is_null() ? item(config.get("rope_scaling"), name) : newer;
+}
+
+double hf_rotated_part(const HfSettings& config, double usual) {
+  const Json kUsual{usual};
+  const auto& member = hf_rope_member(config, "partial_rotary_factor");
+  const Json* value = member.is_null() ? &config.get("partial_rotary_factor") : &member;
+  const auto part = config.as_number("partial_rotary_factor", value->is_null() ? kUsual : *value);
   config.check(part <= 1, "partial_rotary_factor in config.json is ", brief(shown(*value)), ", wants 1 at most");
   return part;
 }

@@ -22,7 +22,8 @@ constexpr std::string_view kHarmless =
     "unsloth_fixed experts_per_token interpolate_factor full_attn_mod pre_allocate_kv_cache validate_runner_input "
     "inference_runner is_llama_config transformers.js_config tokenizer_class max_length min_length do_sample "
     "temperature top_k top_p repetition_penalty length_penalty num_beams num_return_sequences early_stopping "
-    "no_repeat_ngram_size pad_key_length ff_factor ";
+    "no_repeat_ngram_size pad_key_length ff_factor "
+    "classifier_dropout router_jitter_noise eod_token_id ";
 
 bool is_harmless(const std::string& name) {
   return name.find(' ') == name.npos && kHarmless.find(" " + name + " ") != kHarmless.npos;

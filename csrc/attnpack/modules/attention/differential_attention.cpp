@@ -67,7 +67,7 @@ void DifferentialAttentionImpl::bind_members() {
   lambda_q2 = parameters_["lambda_q2"], lambda_k2 = parameters_["lambda_k2"];
 }
 
-at::Tensor DifferentialAttentionImpl::queries(const at::Tensor& x) {
+at::Tensor DifferentialAttentionImpl::queries(const at::Tensor& x, const AttentionInputs&) {
   return split_heads(q_proj(x), query_heads(), *options.head_dim());
 }
 
@@ -80,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> DifferentialAttentionImpl::heads(
   if (held) held->check_call(x, inputs.context());
   if (held && held->filled()) {
     check_input("x", x, options.embed_dim(), q_proj->weight);
-    return {queries(x), held->k(), held->v()};
+    return {queries(x, inputs), held->k(), held->v()};
   }
   check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input, input, input);
   const bool self = !inputs.context() && !inputs.value_context();

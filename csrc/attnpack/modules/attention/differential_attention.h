@@ -78,7 +78,7 @@ class DifferentialAttentionImpl : public LeafModule<DifferentialAttentionImpl>, 
 
   bool first() const { return options.version() == 1; }
   int64_t query_heads() const { return first() ? options.num_heads() : 2 * options.num_heads(); }
-  at::Tensor queries(const at::Tensor& x);
+  at::Tensor queries(const at::Tensor& x, const AttentionInputs& inputs);
   // Not rotated.
   std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x, const AttentionInputs& inputs);
   AttendOptions settings(const AttentionInputs& inputs) const;

@@ -8,6 +8,7 @@
 #include <attnpack/modules/detail/heads.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/ops/rms_norm.h>
+#include <attnpack/rope/rotate.h>
 
 namespace attnpack {
 
@@ -16,6 +17,16 @@ namespace {
 template <typename Options>
 bool norms_values(const Options& o) {
   return o.qk_norm() && o.qk_norm().values().value_or(o.keys_as_values());
+}
+
+void check_qk_norm(const QkNorm& norm, const RotaryEmbedding& rope) {
+  ATTNPACK_CHECK(!norm.all_heads() || !norm.after_rope(),
+                 "qk_norm: got all_heads together with after_rope, which norms head by head; leave one of them out");
+  ATTNPACK_CHECK(norm.weights() || (!norm.all_heads() && !norm.plus_one()),
+                 "qk_norm: got weights=False together with all_heads or plus_one; leave them out");
+  ATTNPACK_CHECK(!norm.after_rope() || !rope || !rope->settings.raw_keys,
+                 "qk_norm: got after_rope, but this rope rotates stored keys in each call, so that nothing can be "
+                 "normed behind it; use a rope whose frequencies do not follow the length, or raw_keys=False");
 }
 
 }  // namespace
@@ -46,6 +57,7 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
   ATTNPACK_CHECK(!o.qk_norm().all_heads() || !norms_values(o),
                  "qk_norm: got all_heads together with values, which are normed head by head; leave one of them out, ",
                  "or give values=False");
+  check_qk_norm(o.qk_norm(), o.rope());
   options.head_dim(head_dim);
 
   const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias) {
@@ -65,7 +77,7 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
     v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
   o_proj = linear("o_proj", width, o.embed_dim(), o.out_bias().value_or(o.bias()));
   if (o.gate()) gate_proj = linear("gate_proj", o.embed_dim(), *o.gate() == "head" ? o.num_heads() : width, false);
-  if (o.qk_norm()) {
+  if (o.qk_norm() && o.qk_norm().weights()) {
     const auto norm = [&](const char* name, int64_t heads) {
       const auto& n = o.qk_norm();
       const auto dim = n.all_heads() ? heads * head_dim : head_dim;
@@ -87,22 +99,37 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
 
 template <typename Derived, HeadLayout layout>
 at::Tensor GroupedAttentionImpl<Derived, layout>::split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const {
-  const bool whole = norm && options.qk_norm().all_heads();
-  const auto parts = split_heads(whole ? norm(x) : x, heads, *options.head_dim());
-  return norm && !whole ? norm(parts) : parts;
+  const auto& n = options.qk_norm();
+  if (n && n.all_heads()) return split_heads(norm(x), heads, *options.head_dim());
+  const auto parts = split_heads(x, heads, *options.head_dim());
+  return n && !n.after_rope() ? normed(parts, norm) : parts;
 }
 
 template <typename Derived, HeadLayout layout>
-at::Tensor GroupedAttentionImpl<Derived, layout>::queries(const at::Tensor& x) {
-  return split(q_proj ? q_proj(x) : low_rank(q_a_proj, q_a_layernorm, q_b_proj, x), options.num_heads(), q_norm);
+at::Tensor GroupedAttentionImpl<Derived, layout>::normed(const at::Tensor& heads, RMSNorm& norm) const {
+  return norm ? norm(heads)
+              : rms_norm(heads, at::ones({*options.head_dim()}, heads.options().requires_grad(false)),
+                         options.qk_norm().eps());
+}
+
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::rotated(const at::Tensor& heads, const at::Tensor& positions,
+                                                          RMSNorm& norm) const {
+  return normed(rope ? rotate_at(heads, rope->settings, positions) : heads, norm);
+}
+
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::queries(const at::Tensor& x, const AttentionInputs& inputs) {
+  const auto made =
+      split(q_proj ? q_proj(x) : low_rank(q_a_proj, q_a_layernorm, q_b_proj, x), options.num_heads(), q_norm);
+  return norms_rotated() ? rotated(made, query_positions(x, inputs), q_norm) : made;
 }
 
 template <typename Derived, HeadLayout layout>
 at::Tensor GroupedAttentionImpl<Derived, layout>::values(const at::Tensor& x) const {
   const auto parts = split_heads(x, options.num_kv_heads(), *options.head_dim());
-  if (!norms_values(options)) return parts;
-  return rms_norm(parts, at::ones({*options.head_dim()}, parts.options().requires_grad(false)),
-                  options.qk_norm().eps());
+  RMSNorm none{nullptr};
+  return norms_values(options) ? normed(parts, none) : parts;
 }
 
 template <typename Derived, HeadLayout layout>
@@ -123,7 +150,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, lay
   if (held) held->check_call(x, inputs.context());
   if (held && held->filled()) {
     check_input("x", x, options.embed_dim(), reads_x()->weight);
-    return {queries(x), held->k(), held->v()};
+    return {queries(x, inputs), held->k(), held->v()};
   }
   check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(reads_x()),
                input_of(k_proj), input_of(v_proj ? v_proj : k_proj));
@@ -131,11 +158,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, lay
   const bool self = !inputs.context() && !inputs.value_context();
   if (self && q_proj && v_proj) {
     const auto made = forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()});
-    return {split(made[0], options.num_heads(), q_norm), split(made[1], options.num_kv_heads(), k_norm),
-            values(made[2])};
+    auto q = split(made[0], options.num_heads(), q_norm), k = split(made[1], options.num_kv_heads(), k_norm);
+    if (norms_rotated()) {
+      const auto at = query_positions(x, inputs);
+      q = rotated(q, at, q_norm), k = rotated(k, at, k_norm);
+    }
+    return {q, k, values(made[2])};
   }
   const auto key = k_proj(context);
-  return {queries(x), split(key, options.num_kv_heads(), k_norm), values(v_proj ? v_proj(value_context) : key)};
+  auto k = split(key, options.num_kv_heads(), k_norm);
+  if (norms_rotated())
+    k = rotated(k, self ? query_positions(x, inputs) : token_positions(context, std::nullopt, std::nullopt), k_norm);
+  return {queries(x, inputs), k, values(v_proj ? v_proj(value_context) : key)};
 }
 
 template <typename Derived, HeadLayout layout>
@@ -151,7 +185,7 @@ template <typename Derived, HeadLayout layout>
 AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInputs& inputs) const {
   auto others = inputs;
   others.key_index(std::nullopt).key_block(1);
-  auto result = attend_options(options, others, this->is_training(), rope);
+  auto result = attend_options(options, others, this->is_training(), norms_rotated() ? RotaryEmbedding(nullptr) : rope);
   result.key_index = inputs.key_index();
   result.key_block = inputs.key_block();
   result.head_map = options.head_map();

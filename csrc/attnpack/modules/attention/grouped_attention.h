@@ -53,7 +53,7 @@ struct GroupedOptions : OptionList<GroupedOptions<layout>> {
   ATTNPACK_OPTION(bool, sinks) = false;
   // Scores fall by alibi_slopes * distance (layers/alibi.h).
   ATTNPACK_OPTION(bool, alibi) = false;
-  // RMSNorm on q and k before RoPE: true, over head_dim with eps 1e-6, or a QkNorm.
+  // RMSNorm on q and k before RoPE (or behind it): true, over head_dim with eps 1e-6, or a QkNorm.
   ATTNPACK_OPTION(QkNorm, qk_norm);
   // There is no v_proj: the values are the projected keys, before rotation. With qk_norm they are normed without
   // weights (Gemma 4).
@@ -113,20 +113,26 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
  private:
   friend struct AttentionSteps;
 
+  // Whether the heads are rotated here and then normed; otherwise the layer's op rotates them.
+  bool norms_rotated() const { return options.qk_norm() && options.qk_norm().after_rope(); }
   // The projection that reads x for the queries.
   const Linear& reads_x() const { return q_proj ? q_proj : q_a_proj; }
-  // q [B, Hq, L, D], normed, not rotated.
-  at::Tensor queries(const at::Tensor& x);
+  // q [B, Hq, L, D], normed, not rotated; with a norm behind the rotation both.
+  at::Tensor queries(const at::Tensor& x, const AttentionInputs& inputs);
   // v [B, Hkv, L, D] of the projected values.
   at::Tensor values(const at::Tensor& x) const;
   // The module's output of the joined heads.
   at::Tensor output(const at::Tensor& joined, const at::Tensor& x);
   // The options of attention over the cache of another layer.
   AttendOptions shared_settings(const at::Tensor& x, const AttentionInputs& inputs) const;
-  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D], normed, not rotated.
+  // q as queries() gives it, k [B, Hkv, Lkv, D] alike, v [B, Hkv, Lkv, D].
   std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x, const AttentionInputs& inputs);
-  // [B, L, heads * D] -> [B, heads, L, D], normed where norm is given
+  // [B, L, heads * D] -> [B, heads, L, D], normed, if the norm stands before the rotation.
   at::Tensor split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const;
+  // [B, heads, L, D] rotated at positions int64 [L] or [B, L] and normed, if the norm stands behind the rotation.
+  at::Tensor rotated(const at::Tensor& heads, const at::Tensor& positions, RMSNorm& norm) const;
+  // [..., D] over D, by the norm's weights or without any.
+  at::Tensor normed(const at::Tensor& heads, RMSNorm& norm) const;
   AttendOptions settings(const AttentionInputs& inputs) const;
 };
 

@@ -236,8 +236,9 @@ void check_embedding_width(int64_t width, int64_t embed_dim, const char* name) {
 void check_layers_given(int64_t layers) { ATTNPACK_CHECK(layers > 0, "layers: got none, want at least one block"); }
 
 void check_norm_kind(const std::string& kind) {
-  ATTNPACK_CHECK(kind == "rms" || kind == "rms_plus_one" || kind == "layer", "norm: got '", kind,
-                 "', want 'rms', 'rms_plus_one' or 'layer'");
+  static const std::set<std::string> known{"rms", "rms_plus_one", "layer", "layer_no_bias"};
+  ATTNPACK_CHECK(known.contains(kind), "norm: got '", kind,
+                 "', want 'rms', 'rms_plus_one', 'layer' or 'layer_no_bias'");
 }
 
 at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>& positions,
@@ -276,10 +277,10 @@ void check_layout(const std::optional<std::string>& layout, bool pre_norm, bool 
 
 void check_activation(const std::string& activation) {
   static const std::set<std::string> known{"swiglu", "geglu",     "geglu_tanh", "clamped_swiglu",
-                                           "gelu",   "gelu_tanh", "relu"};
+                                           "gelu",   "gelu_tanh", "relu",       "relu2"};
   ATTNPACK_CHECK(known.contains(activation), "activation: got '", activation,
-                 "', want 'swiglu', 'geglu', 'geglu_tanh' or 'clamped_swiglu' (with a gate), 'gelu', 'gelu_tanh' or "
-                 "'relu'");
+                 "', want 'swiglu', 'geglu', 'geglu_tanh' or 'clamped_swiglu' (with a gate), 'gelu', 'gelu_tanh', "
+                 "'relu' or 'relu2'");
 }
 
 void check_cross_attention(bool has_cross_attention, bool context) {

@@ -98,7 +98,7 @@ void check_embedding_width(int64_t width, int64_t embed_dim, const char* name = 
 // Checks that a stack is made of at least one block.
 void check_layers_given(int64_t layers);
 
-// Checks the name of a norm: "rms", "rms_plus_one" or "layer".
+// Checks the name of a norm; make_norm lists them.
 void check_norm_kind(const std::string& kind);
 
 // The position of each token of x [B, L, ...], [L] or [B, L]: positions if they are given, else those after past [B],

@@ -99,6 +99,11 @@ inline at::Tensor counted_positions(const at::Tensor& x, const AttentionInputs& 
   return token_positions(x, std::nullopt, past);
 }
 
+// The positions of x's tokens for RoPE.
+inline at::Tensor query_positions(const at::Tensor& x, const AttentionInputs& inputs) {
+  return inputs.positions() ? token_positions(x, inputs.positions(), std::nullopt) : counted_positions(x, inputs);
+}
+
 // Raises for a rope of more dims than `most`, which the words show.
 inline void check_rope_dim(const RotaryEmbedding& rope, int64_t most, const std::string& words) {
   ATTNPACK_CHECK(rope->options.dim() <= most, "rope: got dim ", rope->options.dim(), ", want at most ", words);
@@ -135,7 +140,7 @@ struct AttentionSteps {
   static at::Tensor forward(Module& m, const at::Tensor& x, const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
       const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
-      return m.output(attend_shared(m.queries(x), settings), x);
+      return m.output(attend_shared(m.queries(x, inputs), settings), x);
     }
     auto [q, k, v] = m.heads(x, inputs);
     return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
@@ -147,7 +152,7 @@ struct AttentionSteps {
                                                                  const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
       const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
-      const auto [out, weights] = attend_shared_with_weights(m.queries(x), settings);
+      const auto [out, weights] = attend_shared_with_weights(m.queries(x, inputs), settings);
       return {m.output(out, x), weights};
     }
     auto [q, k, v] = m.heads(x, inputs);

@@ -36,6 +36,8 @@ class NativeAttention(NativeModule):
     query_scale: dict[str, Any] | None = None
     head_map: tuple[int, ...] | None = None
     rope: RotaryEmbedding | None
+    _norms_rotated = False
+    """Whether the module rotates its heads itself, because it norms them then; otherwise the op rotates them."""
 
     def new_cache(self) -> KVCache:
         """An empty cache that grows, of the kind that forward fills."""
@@ -63,13 +65,18 @@ class NativeAttention(NativeModule):
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
             appends = cache is not None and not isinstance(cache, CrossCache)
-            if isinstance(cache, CrossCache) and not cache.filled:
-                cache.store(key, value, kv_lens)
-            elif isinstance(cache, CrossCache) and kv_lens is None:
-                kv_lens = cache.lengths
+            filled = isinstance(cache, CrossCache) and cache.filled
 
             def past() -> Tensor | None:
                 return cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
+
+            if self._norms_rotated:
+                query, placed = self._rotated_now(query, None if filled else key, past(), **inputs)
+                key = key if filled else placed
+            if isinstance(cache, CrossCache) and not filled:
+                cache.store(key, value, kv_lens)
+            elif filled and kv_lens is None:
+                kv_lens = cache.lengths
 
             rules = self._rules(query, past, inputs | {"kv_lens": kv_lens})
             if appends:
@@ -105,6 +112,7 @@ class NativeAttention(NativeModule):
         if self.rope is not None:
             query = rotate_rows(self.rope, query, *nested.positions_of(x, positions))
             key = rotate_rows(self.rope, key, *nested.positions_of(source, positions if context is None else None))
+        query, key = self._normed_behind(query, key)
         out = ops.attend_packed(
             *(heads[0].transpose(0, 1) for heads in (query, key, value)),
             x.offsets(),
@@ -132,7 +140,7 @@ class NativeAttention(NativeModule):
         """The keywords of a layer's op, beside its cache. past() is the number [B] of positions before the queries,
         for which few modules ask."""
         rules = self._settings(query) | inputs
-        if self.rope is not None:
+        if self.rope is not None and not self._norms_rotated:
             rules["rope"] = self.rope.settings
         if self.query_scale is not None:
             rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past())
@@ -143,9 +151,12 @@ class NativeAttention(NativeModule):
         [B] ones."""
         if self.query_scale is None:
             return None
+        return torch.ops.attnpack.query_factors(self._counted(query, past), positions, **self.query_scale)
+
+    def _counted(self, query: Tensor, past: Tensor | None) -> Tensor:
+        """The positions [L] or [B, L] of the queries [B, H, L, D] after the `past` [B] ones."""
         steps = positions_here(query.size(2), query.device)
-        counted = steps if past is None else past.to(query.device).unsqueeze(1) + steps
-        return torch.ops.attnpack.query_factors(counted, positions, **self.query_scale)
+        return steps if past is None else past.to(query.device).unsqueeze(1) + steps
 
     def _packed_query_scale(self, x: Tensor, positions: Tensor | None) -> Tensor | None:
         """The factors [T] of the rows of a nested tensor."""
@@ -170,9 +181,33 @@ class NativeAttention(NativeModule):
 
     def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None, cross: bool) -> tuple[Tensor, Tensor]:
         check_positions(positions, query)
+        return self._rotated(query, key, positions, None if cross else positions)
+
+    def _rotated(
+        self, query: Tensor, key: Tensor | None, at: Tensor | None, keys_at: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads as the operator gets them. at, keys_at: their positions [L] or [B, L]; default 0..L-1."""
         if self.rope is None:
             return query, key
-        return self.rope(query, positions), self.rope(key, None if cross else positions)
+        return self.rope(query, at), None if key is None else self.rope(key, keys_at)
+
+    def _normed_behind(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Rotated heads after the norms that stand behind the rotation."""
+        return query, key
+
+    def _rotated_now(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        past: Tensor | None,
+        positions: Tensor | None = None,
+        cross: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`_rotated` at the positions of a call over a cache that held `past` [B] tokens."""
+        check_positions(positions, query)
+        at = self._counted(query, past) if positions is None else positions
+        return self._rotated(query, key, at, self._counted(key, None) if cross and key is not None else at)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         if not isinstance(self.rope, RotaryEmbedding | None):
@@ -324,6 +359,8 @@ class ContextAttention(NativeAttention):
         def past() -> Tensor:
             return lengths - (query.size(2) if inputs["kv_lens"] is None else inputs["kv_lens"])
 
+        if self._norms_rotated:
+            query, _ = self._rotated_now(query, None, past(), **inputs)
         rules = self._rules(query, past, inputs)
         result = attend_shared(query, key, value, lengths, need_weights=need_weights, **rules)
         return self._outputs(result, need_weights, x)

@@ -17,7 +17,14 @@ from ..norm import RMSNorm, rms_norm
 from ..rope import RotaryEmbedding
 from .base import ContextAttention, split_heads
 
-_QK_NORM = {"all_heads": False, "plus_one": False, "eps": 1e-6, "values": None}
+_QK_NORM = {
+    "all_heads": False,
+    "plus_one": False,
+    "eps": 1e-6,
+    "after_rope": False,
+    "weights": True,
+    "values": None,
+}
 _LATENT_EPS = 1e-6  # of q_a_layernorm
 
 
@@ -60,7 +67,9 @@ class GroupedQueryAttention(ContextAttention):
         causal: each token sees itself and the tokens before it.
         qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm). A dict changes what
             it names: `all_heads` (one norm over all heads together, as in OLMo 2), `plus_one` (as in RMSNorm), `eps`,
-            `values` (RMSNorm without weights on v too, as in Gemma 4; default: with keys_as_values).
+            `after_rope` (the norms stand behind the rotation, as in HunYuan), `weights` (False: without weights and
+            children, as in Llama 4), `values` (RMSNorm without weights on v too, as in Gemma 4; default: with
+            keys_as_values).
         keys_as_values: there is no v_proj; v is what k_proj gives, before its norm and rotation (Gemma 4). With qk_norm
             v is normed without weights.
         q_lora_rank: queries come of a latent of this width: children q_a_proj, q_a_layernorm (eps 1e-6) and q_b_proj in
@@ -142,6 +151,21 @@ class GroupedQueryAttention(ContextAttention):
     def _norm_settings(self) -> dict[str, Any]:
         return _QK_NORM | self.qk_norm if isinstance(self.qk_norm, dict) else _QK_NORM
 
+    @property
+    def _norms_rotated(self) -> bool:
+        """Whether the heads are rotated here and then normed; otherwise the op rotates them."""
+        return bool(self.qk_norm) and self._norm_settings()["after_rope"]
+
+    def _rotated(
+        self, query: Tensor, key: Tensor | None, at: Tensor | None, keys_at: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._normed_behind(*super()._rotated(query, key, at, keys_at))
+
+    def _normed_behind(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if not self._norms_rotated:
+            return query, key
+        return self._normed(self.q_norm, query), None if key is None else self._normed(self.k_norm, key)
+
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         for name in ("q_norm", "k_norm", "q_a_layernorm"):
             norm = getattr(self, name, None)
@@ -158,7 +182,7 @@ class GroupedQueryAttention(ContextAttention):
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super()._heads(x, context, value_context)
-        if self.q_norm is not None:
+        if self.qk_norm and not self._norms_rotated:
             query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
         return query, key, self._normed_values(value)
 
@@ -186,19 +210,19 @@ class GroupedQueryAttention(ContextAttention):
 
     def _queries(self, x: Tensor, key: Tensor) -> Tensor:
         query = super()._queries(x, key)
-        return query if self.q_norm is None else self._normed(self.q_norm, query)
+        return self._normed(self.q_norm, query) if self.qk_norm and not self._norms_rotated else query
 
-    def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:  # [B, H, L, D]
+    def _normed(self, norm: nn.Module | None, heads: Tensor) -> Tensor:  # [B, H, L, D]
+        if norm is None:
+            return rms_norm(heads, heads.new_ones(self.head_dim), self._norm_settings()["eps"])
         if not self._norm_settings()["all_heads"]:
             return norm(heads)
         return split_heads(norm(heads.transpose(1, 2).flatten(2)), heads.size(1))
 
     def _normed_values(self, value: Tensor) -> Tensor:  # [B, Hkv, L, D]
-        if self.k_norm is None:
-            return value
-        values, eps = self._norm_settings()["values"], self._norm_settings()["eps"]
-        on = self.keys_as_values if values is None else values
-        return rms_norm(value, value.new_ones(self.head_dim), eps) if on else value
+        values = self._norm_settings()["values"]
+        on = self.qk_norm and (self.keys_as_values if values is None else values)
+        return self._normed(None, value) if on else value
 
     def _output(self, joined: Tensor, x: Tensor) -> Tensor:
         return project(self.o_proj, self._gated(joined, x, self.head_dim))

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <attnpack/models/causal_lm.h>
+#include <attnpack/models/detail/hf_settings.h>
+
+// What the families of a file make of their settings; the rows of hf_families.cpp name these functions.
+namespace attnpack {
+
+// hf_llama_relatives.cpp: RMSNorm, grouped attention and one feed-forward
+void configure_smollm3(const HfSettings& config, CausalLMOptions& options);
+void configure_granite(const HfSettings& config, CausalLMOptions& options);
+void configure_glm4(const HfSettings& config, CausalLMOptions& options);
+void configure_exaone4(const HfSettings& config, CausalLMOptions& options);
+void configure_olmo3(const HfSettings& config, CausalLMOptions& options);
+void configure_ministral(const HfSettings& config, CausalLMOptions& options);
+void configure_ministral3(const HfSettings& config, CausalLMOptions& options);
+void configure_seed_oss(const HfSettings& config, CausalLMOptions& options);
+void configure_hunyuan(const HfSettings& config, CausalLMOptions& options);
+void configure_ernie(const HfSettings& config, CausalLMOptions& options);
+void configure_helium(const HfSettings& config, CausalLMOptions& options);
+void configure_arcee(const HfSettings& config, CausalLMOptions& options);
+
+// hf_layer_norm_families.cpp
+void configure_cohere2(const HfSettings& config, CausalLMOptions& options);
+void configure_phi(const HfSettings& config, CausalLMOptions& options);
+void configure_gpt_neox(const HfSettings& config, CausalLMOptions& options);
+void configure_stablelm(const HfSettings& config, CausalLMOptions& options);
+
+// hf_mixture_families.cpp: mixtures of experts
+void configure_granite_hybrid(const HfSettings& config, CausalLMOptions& options);
+void configure_mixtral(const HfSettings& config, CausalLMOptions& options);
+void configure_minimax_m2(const HfSettings& config, CausalLMOptions& options);
+void configure_mistral4(const HfSettings& config, CausalLMOptions& options);
+
+}  // namespace attnpack

@@ -1,0 +1,105 @@
+#include <algorithm>
+
+#include <attnpack/models/detail/hf_config.h>
+#include <attnpack/models/detail/hf_configure.h>
+#include <attnpack/models/detail/hf_families.h>
+
+namespace attnpack {
+
+namespace {
+
+using Options = CausalLMOptions;
+
+// The setting that says how many experts there are, under one of its two names.
+const char* count_of_experts(const HfSettings& config) {
+  return config.has("num_local_experts") ? "num_local_experts" : "num_experts";
+}
+
+}  // namespace
+
+// Each layer has a shared expert, which is the feed-forward where there are no others.
+void configure_granite_hybrid(const HfSettings& config, Options& o) {
+  const auto* kinds = config.get("layer_types").as<Json::List>();
+  const auto attends = [](const Json& kind) {
+    const auto* word = kind.as<std::string>();
+    return word && (*word == "attention" || *word == "full_attention");
+  };
+  config.check(kinds && static_cast<int64_t>(kinds->size()) == o.num_layers() &&
+                   std::all_of(kinds->begin(), kinds->end(), attends),
+               "layer_types in config.json is ", brief(shown(config.get("layer_types"))),
+               ", wants 'attention' for each of ", o.num_layers(), " layers: layers of Mamba are not supported yet");
+  for (const char* name : {"mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+                           "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
+                           "layers_block_type", "num_experts_per_tok"})
+    config.get(name);
+  set_multipliers(config, o);
+  if (!config.is_word("position_embedding_type", "rope")) o.position_embedding("none");
+  const auto activation = gated_activation(config, "silu");
+  const auto shared = config.size("shared_intermediate_size", 1024), width = *o.hidden_dim();
+  o.activation(activation).hidden_dim(shared);
+  if (config.whole_number("num_local_experts", 8) > 0)
+    o.experts(
+        experts(config, width, "num_local_experts", 8, 2).normalize(true).activation(activation).shared_dim(shared));
+}
+
+void configure_mixtral(const HfSettings& config, Options& o) {
+  o.bias(false).out_bias(false);
+  o.experts(experts(config, *o.hidden_dim(), count_of_experts(config), 8, 2)
+                .normalize(true)
+                .activation(gated_activation(config, "silu")));
+  set_window(config, o, window_size(config, std::nullopt));
+}
+
+void configure_minimax_m2(const HfSettings& config, Options& o) {
+  // of the released model; transformers reads none of them
+  config.check_word("scoring_func", "sigmoid");
+  config.check_word("qk_norm_type", "per_layer");
+  for (const char* name : {"use_qk_norm", "use_routing_bias", "attn_type_list", "use_mtp", "num_mtp_modules",
+                           "mtp_transformer_layers", "shared_intermediate_size"})
+    config.get(name);
+  o.bias(false).out_bias(false).head_dim(config.size("head_dim", 128));
+  o.qk_norm(QkNorm(true).all_heads(true).eps(o.eps()));
+  o.experts(experts(config, *o.hidden_dim(), count_of_experts(config), 256, 8)
+                .scores("sigmoid")
+                .correction(true)
+                .normalize(true)
+                .activation(gated_activation(config, "silu")));
+  const auto& dims = config.get("rotary_dim");
+  const auto usual = dims.is_null() ? 1.0 : config.number("rotary_dim", 1) / static_cast<double>(*o.head_dim());
+  set_rotated_part(config, o, usual);
+}
+
+// DeepSeek's latent attention and experts, with scores that grow with the position.
+void configure_mistral4(const HfSettings& config, Options& o) {
+  for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others
+  const auto rotated = config.size("qk_rope_head_dim", 64), fixed = config.size("qk_nope_head_dim", 64);
+  const auto part = hf_rotated_part(config, static_cast<double>(rotated) / static_cast<double>(rotated + fixed));
+  config.check(static_cast<int64_t>(part * static_cast<double>(rotated + fixed)) == rotated,
+               "partial_rotary_factor = ", part, " in config.json does not give qk_rope_head_dim ", rotated);
+  config.check(*o.num_kv_heads() == o.num_heads(), "num_key_value_heads in config.json is ", *o.num_kv_heads(),
+               ", but latent attention has as many as num_attention_heads");
+  MultiHeadLatentAttentionOptions latent(1, 1);
+  latent.kv_lora_rank(config.size("kv_lora_rank", 256))
+      .qk_nope_head_dim(fixed)
+      .qk_rope_head_dim(rotated)
+      .v_head_dim(config.size("v_head_dim", 128))
+      .query_scale(log_query_scale(config));
+  if (!config.has("q_lora_rank") || !config.get("q_lora_rank").is_null())
+    latent.q_lora_rank(config.size("q_lora_rank", 1024));
+  o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+  o.rope_interleaved(config.is_on("rope_interleave", true));
+  const auto activation = gated_activation(config, "silu");
+  const auto width = config.size("moe_intermediate_size", 2048);
+  config.check(config.size("n_group", 1) == 1 && config.size("topk_group", 1) == 1,
+               "n_group and topk_group in config.json are not 1, which is not supported yet");
+  o.activation(activation)
+      .experts(experts(config, width, "n_routed_experts", 128, 4)
+                   .normalize(config.is_on("norm_topk_prob", true))
+                   .scaling(config.number("routed_scaling_factor", 1))
+                   .activation(activation)
+                   .shared_dim(width * config.size("n_shared_experts", 1)));
+  const auto dense = config.whole_number("first_k_dense_replace", 0);
+  set_dense_layers(o, [=](int64_t layer) { return layer < dense; });
+}
+
+}  // namespace attnpack
