@@ -448,6 +448,82 @@ def tensor_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("blrh,blrd->bhld", a, b) / a.shape[2]
 
 
+# ---- weights as GGUF files store them -------------------------------------------------
+
+
+def stored_numbers(blocks: Tensor, kind: str) -> Tensor:
+    """The numbers `[..., blocks * N]` of rows of blocks `[..., blocks, bytes]` uint8, N in a block, in fp32.
+
+    Every number is scale * code + offset, with scales in fp16. Q4_0 and Q5_0 have the offset -8 or -16 scales, Q4_1 and
+    Q5_1 one of their own. In Q4_K and Q5_K each 32 of 256 numbers have a scale and an offset of 6 bits, which two
+    numbers in fp16 multiply; in Q6_K each 16 have a scale of 8 bits.
+    """
+    if kind == "Q8_0":
+        return (_half(blocks, 0) * _signed(blocks[..., 2:])).flatten(-2)
+    if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
+        own_offset, five = kind.endswith("1"), kind.startswith("Q5")
+        first = 4 if own_offset else 2
+        codes = _nibbles(blocks[..., -16:])
+        if five:
+            codes = codes + 16 * _bits(blocks[..., first : first + 4], range(8)).transpose(-1, -2).flatten(-2)
+        scale = _half(blocks, 0)
+        return (scale * codes + _half(blocks, 2) if own_offset else scale * (codes - (16 if five else 8))).flatten(-2)
+    if kind in ("Q4_K", "Q5_K"):
+        return _six_bit_scales(blocks, five=kind == "Q5_K").flatten(-2)
+    if kind != "Q6_K":
+        raise ValueError(f"no such format: {kind}")
+    low = torch.cat([_nibbles(half) for half in blocks[..., :128].split(64, -1)], -1)
+    high = torch.cat([(half.unsqueeze(-2) >> _shifts(0, 2, 4, 6) & 3).flatten(-2)
+                      for half in blocks[..., 128:192].split(32, -1)], -1)  # fmt: skip
+    scale = _half(blocks, 208) * _signed(blocks[..., 192:208])
+    return (scale.unsqueeze(-1) * (low + 16 * high - 32.0).unflatten(-1, (16, 16))).flatten(-3)
+
+
+def round_rows(x: Tensor) -> Tensor:
+    """x [..., dim] with each 32 numbers rounded to integers of 8 bits times their largest size / 127."""
+    parts = x.unflatten(-1, (-1, 32))
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale == 0, 0, (parts / scale).round() * scale).flatten(-2)
+
+
+def stored_linear(
+    input: Tensor, blocks: Tensor, kind: str, bias: Tensor | None = None, round_input: bool = True
+) -> Tensor:
+    """input `[..., in]` times the numbers of blocks `[out, ...]`, plus bias `[out]`. round_input: by `round_rows`."""
+    weight = stored_numbers(blocks, kind).to(input.dtype)
+    return nn.functional.linear(round_rows(input) if round_input else input, weight, bias)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:  # [..., bytes] -> [..., 1]
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _signed(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.int8).float()
+
+
+def _shifts(*counts: int) -> Tensor:
+    return torch.tensor(counts, dtype=torch.uint8).unsqueeze(-1)
+
+
+def _nibbles(packed: Tensor) -> Tensor:  # the lower halves of all bytes, then the upper ones
+    return torch.cat([packed & 15, packed >> 4], -1).int()
+
+
+def _bits(packed: Tensor, which: Sequence[int]) -> Tensor:  # [..., bytes] -> [..., bits, bytes]
+    return (packed.unsqueeze(-2) >> _shifts(*which) & 1).int()
+
+
+def _six_bit_scales(blocks: Tensor, five: bool) -> Tensor:
+    a, b, c = blocks[..., 4:16].split(4, -1)
+    scales = _half(blocks, 0) * torch.cat([a & 63, (c & 15) | (a >> 2 & 48)], -1)
+    offsets = _half(blocks, 2) * torch.cat([b & 63, (c >> 4) | (b >> 2 & 48)], -1)
+    codes = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    if five:
+        codes = codes + 16 * _bits(blocks[..., 16:48], range(8))
+    return (scales.unsqueeze(-1) * codes - offsets.unsqueeze(-1)).flatten(-2)
+
+
 # ---- layers --------------------------------------------------------------------------
 
 
