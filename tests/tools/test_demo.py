@@ -148,15 +148,15 @@ def test_folding_keeps_the_first_and_the_last_step():
     assert "\n".join(fold(one)).count("K.shape") == 2
 
 
-def test_the_readme_shows_what_the_demo_prints(capsys):
+def test_a_page_shows_what_the_demo_prints(capsys):
     """But for its figures and its machine, which are those of one place and moment."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"```text\n(1\. A language model.*?)```", readme, flags=re.S).group(1)
+    page = (Path(__file__).parents[2] / "docs/start.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(1\. A language model.*?)```", page, flags=re.S).group(1)
     said = []
     figures = demo_model.run_model(say=lambda text, end="\n": said.append(text + end))
     assert figures["all_tokens_equal"] and figures["equal_tokens"] == {"chat": 64, "prose": 64, "code": 64}
     printed = "1. A language model, SmolLM2-135M-Instruct, on attnpack's C++ modules\n\n" + "".join(said)
-    # The README cuts the answer, with three dots.
+    # The page cuts the answer, with three dots.
     before, after = (part.split() for part in without_figures(shown).split(" ..."))
     calm = [line for line in printed.splitlines() if not line.startswith("The machine was busy")]
     words = without_figures("\n".join(calm)).split()
