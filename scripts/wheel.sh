@@ -2,6 +2,7 @@
 # Makes dist/attnpack-*.whl: one wheel with native code for each of the releases of torch, with all instruction sets.
 #   scripts/wheel.sh [TORCH_VERSION ...]    such as 2.13.0 2.14.1; default: the torch of the environment
 # A torch that is not the environment's is only unpacked: nothing of it is imported. The kernels are compiled once.
+# CMAKE_ARGS adds arguments, such as -DATTNPACK_ISA_NAMES=avx2 for a small wheel.
 # auditwheel leaves torch's libraries out and names the oldest Linux on which the wheel loads. The last lines say what
 # was checked.
 set -euo pipefail
@@ -47,7 +48,7 @@ for version in "$@"; do
   torches+=("$folder")
   say "build for torch $version ($folder)"
   ATTNPACK_TORCH_DIR=$folder ATTNPACK_BUILD_DIR=$work/tree \
-    CMAKE_ARGS="-DATTNPACK_ISA_NAMES=all -DATTNPACK_CUDA=OFF" \
+    CMAKE_ARGS="-DATTNPACK_ISA_NAMES=all -DATTNPACK_CUDA=OFF ${CMAKE_ARGS:-}" \
     python -m pip wheel -v --no-deps --no-build-isolation -w "$work/built/$version" . 2>&1 |
     grep --line-buffered -E '^ *attnpack: |rror|FAILED' || true
   ls "$work/built/$version"/*.whl >/dev/null || stop "no wheel for torch $version"
