@@ -16,11 +16,13 @@ from pydoc_data.topics import topics
 import attnpack
 import pytest
 import torch
-from attnpack.tools import cli
+from attnpack.tools import busy, cli
 from attnpack.tools.compare import decoding, models, picture, runs, training, variants
-from attnpack.tools.compare.report import Entry
+from attnpack.tools.compare.record import Record, Run
+from attnpack.tools.compare.report import Entry, format_table
 from attnpack.tools.compare.text import guessing_loss, read_text
 from marks import long
+from processes import ROOT, run_python
 
 STATE = "attnpack_compare.pt"
 VARIANTS = variants.default_variants()
@@ -111,14 +113,22 @@ def test_the_picture_names_each_variant_twice(compared):
 
 
 def test_a_finished_comparison_prints_its_figures_again(compared, text, capsys):
-    before = saved(compared)
+    before = {path.name: path.read_bytes() for path in compared.iterdir()}
     assert cli.main(arguments(text, compared)) == 0
     said = capsys.readouterr()
-    assert said.err == "" and said.out == (compared / "compare.md").read_text()
+    assert said.err == "" and said.out.encode() == before["compare.md"]
     assert cli.main(arguments(text, compared, "--json")) == 0
     said = capsys.readouterr()
     assert said.err == "" and json.loads(said.out) == saved(compared)
-    assert all(saved(compared)[name] == before[name] for name in ("variants", "runs", "decoding", "settings"))
+    assert {path.name: path.read_bytes() for path in compared.iterdir()} == before
+
+
+def test_the_table_says_that_the_machine_was_busy(tmp_path):
+    """By what was so during the runs, not by what is so when the table is printed."""
+    record = Record(tmp_path, {}, {})
+    assert record.cores_of_others() is None and busy.warning_of(None) == busy.warning_of(0.1) == ""
+    record.runs = {f"mha/{seed}": Run(2.0, 2.0, 1.0, 1.0, cores) for seed, cores in enumerate((None, 1.0, 2.0))}
+    assert record.cores_of_others() == 1.5 and "took 1.5 of its" in busy.warning_of(1.5)
 
 
 def test_variants_and_seeds_are_added(compared, text, capsys):
@@ -154,10 +164,27 @@ def test_other_settings_are_refused(changed, words, compared, text, capsys):
     assert {path.name: path.read_bytes() for path in compared.iterdir()} == before
 
 
+TORCH_ALONE = """
+import sys
+for name in ("matplotlib", "tqdm", "transformers", "tokenizers", "safetensors", "gguf", "IPython"):
+    sys.modules[name] = None  # importing it raises ImportError
+from attnpack.tools import busy, cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_needs_torch_alone(text, tmp_path):
+    given = arguments(text, tmp_path / "out", "--seeds", 1, names=("gqa-2",), steps=2)
+    done = run_python(TORCH_ALONE, argv=("-c", *given))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "compare.md", "compare.svg"}
+    assert "±" not in done.stdout and saved(tmp_path / "out")["variants"]["gqa-2"]["loss_spread"] is None
+
+
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-from attnpack.tools import cli
+from attnpack.tools import busy, cli
 from attnpack.tools.compare import runs
 runs.SAVE_EVERY = 0.05
 sys.exit(cli.main(sys.argv[1:]))
@@ -314,10 +341,22 @@ def test_no_name_of_the_picture_covers_another():
     entries = {f"name-{i}": entry(2 + 0.01 * i, cost, 0.4 + 0.002 * i) for i, cost in enumerate(costs)}
     root = ElementTree.fromstring(str(picture.draw(entries, "title", 4096)))
     texts = [e for e in root.iter() if e.tag.endswith("}text") and (e.text or "").startswith("name-")]
-    areas = [(float(e.get("x")), float(e.get("y"))) for e in texts]
-    assert len(areas) == 16
+    assert len(texts) == 16
+    begins = {"start": 0.0, "middle": 22.5, "end": 45.0}
+    areas = [(float(e.get("x")) - begins[e.get("text-anchor")], float(e.get("y"))) for e in texts]
     for (x, y), (other_x, other_y) in itertools.combinations(areas, 2):
         assert abs(y - other_y) >= 11 or abs(x - other_x) >= 40
+
+
+def test_the_stored_run_is_shown_in_the_docs():
+    stored, page = ROOT / "benchmarks/results/compare", (ROOT / "docs/howto/compare.md").read_text()
+    entries = {name: Entry(**figures) for name, figures in saved(stored)["variants"].items()}
+    table = format_table(entries)
+    assert table in (stored / "compare.md").read_text() and table in page
+    assert (stored / "compare.svg").read_text() == str(picture.draw(entries, saved(stored)["title"], decoding.CONTEXT))
+    counts = [entry.parameters for entry in entries.values()]
+    assert max(counts) / min(counts) < 1.01, "the page says less than 1%"
+    assert "gqa-2" in entries and all(len(entry.losses) == 3 for entry in entries.values())
 
 
 @pytest.mark.parametrize(
@@ -357,6 +396,15 @@ def test_what_does_not_fit_is_named(changed, words, text, tmp_path, capsys):
     assert said.out == "" and said.err.startswith("attnpack compare: ") and said.err.count("\n") == 1
     assert words in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_explodes_ends_the_command(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs.Estimate, "try_out", lambda self, names: self.seconds_per_step.update(mqa=1.0))
+    monkeypatch.setattr(training, "loss_of", lambda model, sequences: model(sequences[:, :-1].long()).sum() * torch.inf)
+    assert cli.main(arguments(text, tmp_path / "out", names=("mqa",))) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("attnpack compare: mqa, seed 0: the loss is ")
+    assert error.endswith("after 0 steps; choose a smaller --learning-rate")
 
 
 @pytest.mark.parametrize("number", ["x", "0", "5G", "-1", "2000M"])

@@ -27,13 +27,17 @@ class OtherWork:
 
     def warning(self) -> str:
         """A sentence for times that others disturbed, or ""."""
-        cores = self.cores()
-        if cores is None or cores < _MOST:
-            return ""
-        return (
-            f"The machine was busy: other processes took {cores:.1f} of its {os.cpu_count()} cores meanwhile. Threads "
-            "then wait for each other, and times say little: run it again on a quiet machine."
-        )
+        return warning_of(self.cores())
+
+
+def warning_of(cores: float | None) -> str:
+    """The sentence for times that others disturbed by keeping so many cores busy, or ""."""
+    if cores is None or cores < _MOST:
+        return ""
+    return (
+        f"The machine was busy: other processes took {cores:.1f} of its {os.cpu_count()} cores meanwhile. Threads "
+        "then wait for each other, and times say little: run it again on a quiet machine."
+    )
 
 
 def _times() -> tuple[float, float, float] | None:

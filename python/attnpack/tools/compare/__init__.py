@@ -21,7 +21,7 @@ from ...atomic_write import atomic_file
 from ...checkpoints.writer import write_text
 from ...progress import duration, finish
 from .. import bench
-from ..busy import OtherWork
+from ..busy import warning_of
 from .decoding import CONTEXT, measure_decoding
 from .models import Scale, count_parameters, make_model, scale_of
 from .picture import draw
@@ -72,15 +72,13 @@ def compare(request: Request, say: Say) -> dict[str, Any]:
     settings = {**asdict(scale), "text": text.name, "text_sha256": text.sha256}
     threads = request.threads or (1 if scale.params < _ONE_THREAD else torch.get_num_threads())
     with own_folder(request.out), _threads(threads):
-        record = Record(request.out, settings)
-        others = OtherWork()
+        record = Record(request.out, settings, _about(threads))
         _measure_all(request, record, text, parameters, say)
         entries = entries_of(record, parameters, request.seeds)
-        summary = _summary(request, entries, text, others.warning())
-        record.write(summary)
         title = _title(request, text)
+        record.write({"title": title, "variants": as_dicts(entries), "guessing_loss": guessing_loss(text)})
         _write(request.out / "compare.svg", str(draw(entries, title, CONTEXT)))
-        _write(request.out / "compare.md", _page(title, entries, summary))
+        _write(request.out / "compare.md", _page(title, entries, record, guessing_loss(text)))
         return json.loads(record.path.read_text(encoding="utf-8"))
 
 
@@ -114,17 +112,13 @@ def _measure_all(request: Request, record: Record, text: Text, parameters: dict[
         say(f"{name}, seed {seed}: loss {run.loss:.3f} after {duration(run.seconds)}{ahead}")
 
 
-def _summary(request: Request, entries: dict[str, Entry], text: Text, warning: str) -> dict[str, Any]:
+def _about(threads: int) -> dict[str, Any]:
     return {
-        "variants": as_dicts(entries),
-        "guessing_loss": guessing_loss(text),
         "attnpack": __version__,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "machine": bench.machine(),
-        "threads": torch.get_num_threads(),
-        "seeds": request.seeds,
-        "warning": warning or None,
+        "threads": threads,
     }
 
 
@@ -136,24 +130,25 @@ def _title(request: Request, text: Text) -> str:
     )
 
 
-def _page(title: str, entries: dict[str, Entry], summary: dict[str, Any]) -> str:
-    first = next(iter(entries))
-    spread = "±: one standard deviation over the seeds. " if summary["seeds"] > 1 else ""
+def _page(title: str, entries: dict[str, Entry], record: Record, guessing: float) -> str:
+    first, about = next(iter(entries)), record.about
+    several = len(entries[first].losses) > 1
+    spread = "±: one standard deviation over the seeds. " if several else ""
     lines = [
         "# attnpack compare",
         "",
-        f"{title}; {summary['machine']}, {summary['threads']} thread{'s'[: summary['threads'] > 1]}, torch "
-        f"{summary['torch']}, {summary['date']}.",
+        f"{title}; {about['machine']}, {about['threads']} thread{'s'[: about['threads'] > 1]}, torch {about['torch']}, "
+        f"{about['date']}.",
         "",
         format_table(entries),
         "",
-        f"loss: nats per byte of held-out text; a guess by the bytes' frequencies has {summary['guessing_loss']:.3f}. "
-        f"{spread}against {first}: the mean of differences between runs of the same seed, which see the same text in "
-        f"the same order. Cache and decoding: one sequence in fp32, after {CONTEXT:,} tokens.",
+        f"loss: nats per byte of held-out text; a guess by the bytes' frequencies has {guessing:.3f}. {spread}against "
+        f"{first}: the mean of differences between runs of the same seed, which see the same text in the same order. "
+        f"Cache and decoding: one sequence in fp32, after {CONTEXT:,} tokens.",
         "",
     ]
-    if summary["warning"]:
-        lines += [summary["warning"], ""]
+    if warning := warning_of(record.cores_of_others()):
+        lines += [warning, ""]
     return "\n".join([*lines, "![Loss against the bytes of the cache and the time of a step](compare.svg)", ""])
 
 

@@ -24,7 +24,7 @@ class Axis:
         return f"{tick:,.{self._digits}f}"
 
     def _bounds(self, low: float, high: float) -> tuple[float, float]:
-        margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+        margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
         return low - margin, high + margin
 
     def _ticks(self, low: float, high: float) -> list[float]:

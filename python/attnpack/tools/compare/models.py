@@ -95,25 +95,25 @@ def make_model(variant: str, scale: Scale, **factory: Any) -> ByteModel:
 
     Raises ValueError, naming --params, if so few parameters do not hold the variant's attention.
     """
-    hidden = _hidden_dim(variant, scale)
     layers = [make_attention(variant, scale.sizes, **factory) for _ in range(scale.num_layers)]
-    return ByteModel(layers, hidden, **factory)
+    return ByteModel(layers, equal_hidden_dim(layers, scale.params), **factory)
+
+
+def equal_hidden_dim(attentions: Sequence[nn.Module], params: int) -> int:
+    """The width inside the feed-forwards that brings a ByteModel with these layers nearest to so many parameters."""
+    width, count = attentions[0].embed_dim, len(attentions)
+    norms = 2 * count + 1
+    rest = sum(map(count_parameters, attentions)) + (BYTES + norms) * width
+    step = 3 * count * width  # parameters of one more number inside each feed-forward
+    hidden = max(1, round((params - rest) / step))
+    if abs(rest + hidden * step - params) > _TOLERANCE * params:
+        kind = type(attentions[0]).__name__
+        raise ValueError(
+            f"--params: got {params:,}, want at least {rest + step:,} for {count} layers with {kind}; give more, or "
+            "leave the variant out"
+        )
+    return hidden
 
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _hidden_dim(variant: str, scale: Scale) -> int:
-    """The width inside the feed-forwards that brings the model nearest to the number of parameters."""
-    attention = count_parameters(make_attention(variant, scale.sizes, device="meta"))
-    norms = 2 * scale.num_layers + 1
-    rest = scale.num_layers * attention + (BYTES + norms) * scale.embed_dim
-    step = 3 * scale.num_layers * scale.embed_dim  # parameters of one more number inside each feed-forward
-    hidden = max(1, round((scale.params - rest) / step))
-    if abs(rest + hidden * step - scale.params) > _TOLERANCE * scale.params:
-        raise ValueError(
-            f"--params: got {scale.params:,}, of which {variant} needs {rest + step:,} without much of a feed-forward; "
-            "give more, or leave the variant out"
-        )
-    return hidden

@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT = 920, 452
 _TOP, _BOTTOM = 66, 356  # of the panels
 _PANELS = ((72, 476), (500, 904))  # left and right
 _GRID, _FRONT, _SOFT = "#e6e6e6", "#a0a0a0", "#666666"
-_LETTER = 7.5  # width of a bold letter of 12 pixels
+_LETTER = 8  # width of a bold letter of 12 pixels
 _FROM_INK = (svg.GROUPS[5], *svg.GROUPS[:5], *svg.GROUPS[6:])  # black for the first variant
 
 _Area = tuple[float, float, float, float]  # left, top, right, bottom
@@ -29,6 +29,27 @@ class _Point:
     y: float
     top: float
     bottom: float  # the ends of the bar
+
+
+# Where a name may stand: to the side of its point, above or below its bar, or beside it aslant.
+_PLACES = (("right", 4), ("left", 4), ("above", 0), ("below", 0), ("right", -8), ("right", 16))
+
+
+class _Place:
+    """A place for the name of a point, `down` pixels lower than the point."""
+
+    def __init__(self, point: _Point, side: str, down: float) -> None:
+        width = _LETTER * len(point.name)
+        self._point, self._side = point, side
+        self._x = point.x + {"right": 10, "left": -10}.get(side, 0)
+        heights = {"above": min(point.top, point.y - 6) - 5, "below": max(point.bottom, point.y + 6) + 14}
+        self._y = heights.get(side, point.y + down)
+        begin = self._x - {"right": 0, "left": width}.get(side, width / 2)
+        self.area: _Area = (begin, self._y - 10, begin + width, self._y + 2)
+
+    def drawn(self) -> str:
+        anchor = {"left": self._side == "right", "right": self._side == "left"}
+        return svg.text(self._x, self._y, self._point.name, self._point.colour, bold=True, **anchor)
 
 
 def draw(entries: dict[str, Entry], title: str, context: int) -> Drawing:
@@ -89,9 +110,7 @@ class _Panel:
         return [*parts, svg.text((self._left + self._right) / 2, _BOTTOM + 42, label)]
 
     def points(self) -> list[str]:
-        named = {point.name: point for point in self._points}
-        best = [named[name] for name in self._best]
-        parts = [svg.line(a.x, a.y, b.x, b.y, _FRONT, dashed=True) for a, b in itertools.pairwise(best)]
+        parts = [svg.line(a.x, a.y, b.x, b.y, _FRONT, dashed=True) for a, b in self._front_pairs()]
         for point in self._points:
             x, colour = point.x, point.colour
             parts.append(svg.line(x, point.top, x, point.bottom, colour))
@@ -99,24 +118,22 @@ class _Panel:
             parts.append(svg.dot(x, point.y, colour))
         return parts + self._names()
 
+    def _front_pairs(self) -> list[tuple[_Point, _Point]]:
+        named = {point.name: point for point in self._points}
+        return list(itertools.pairwise(named[name] for name in self._best))
+
     def _names(self) -> list[str]:
         """A name beside each point, where it covers the least."""
         taken = [(p.x - 6, min(p.top, p.y - 6), p.x + 6, max(p.bottom, p.y + 6)) for p in self._points]
+        for a, b in self._front_pairs():
+            middles = [(a.x + (b.x - a.x) * n / 16, a.y + (b.y - a.y) * n / 16) for n in range(17)]
+            taken += [(x - 3, y - 2, x + 3, y + 2) for x, y in middles]
         parts = []
         for point in self._points:
-            width = _LETTER * len(point.name)
-            places = [
-                (point.x + 10, point.y + 4),
-                (point.x - 10 - width, point.y + 4),
-                (point.x - width / 2, min(point.top, point.y - 6) - 5),
-                (point.x - width / 2, max(point.bottom, point.y + 6) + 14),
-                (point.x + 8, point.y - 8),
-                (point.x + 8, point.y + 16),
-            ]
-            areas = {(x, y): (x, y - 10, x + width, y + 2) for x, y in places}
-            x, y = min(areas, key=lambda place, areas=areas: self._covered(areas[place], taken))
-            taken.append(areas[x, y])
-            parts.append(svg.text(x, y, point.name, point.colour, bold=True, left=True))
+            places = [_Place(point, *place) for place in _PLACES]
+            best = min(places, key=lambda place: self._covered(place.area, taken))
+            taken.append(best.area)
+            parts.append(best.drawn())
         return parts
 
     def _covered(self, area: _Area, taken: list[_Area]) -> float:
@@ -141,13 +158,11 @@ def _front(places: dict[str, tuple[float, float]]) -> list[str]:
     return best
 
 
-def _set_apart(points: Sequence[_Point], least: float = 11.0) -> None:
+def _set_apart(points: Sequence[_Point], least: float = 12.0) -> None:
     """Moves points aside whose bars would cover each other."""
-    ordered = sorted(points, key=lambda point: point.x)
     groups: list[list[_Point]] = []
-    for point in ordered:
-        near = groups and point.x - groups[-1][-1].x < least / 2
-        if near:
+    for point in sorted(points, key=lambda point: point.x):
+        if groups and any(_overlap(point, other, least) for other in groups[-1]):
             groups[-1].append(point)
         else:
             groups.append([point])
@@ -155,6 +170,10 @@ def _set_apart(points: Sequence[_Point], least: float = 11.0) -> None:
         middle = sum(point.x for point in group) / len(group)
         for place, point in enumerate(group):
             point.x = middle + least * (place - (len(group) - 1) / 2)
+
+
+def _overlap(a: _Point, b: _Point, least: float) -> bool:
+    return abs(a.x - b.x) < least and max(a.top, b.top) - least < min(a.bottom, b.bottom)
 
 
 def _upright(x: float, y: float, words: str) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,15 +37,21 @@ class Run:
     training_loss: float  # the mean of the last steps
     seconds: float
     tokens_per_second: float
+    cores_of_others: float | None  # that other processes kept busy meanwhile
 
 
 class Record:
     """What compare.json holds. Runs are keyed by variant and seed, as "mha/0"."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Reads the record of the folder, or begins one. Raises ValueError if it was made with other settings."""
+    def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """Reads the record of the folder, or begins one. Raises ValueError if it was made with other settings.
+
+        Args:
+            settings: what must be the same for all runs.
+            about: where and when the comparison began.
+        """
         self.path = folder / NAME
-        self.settings = dict(settings)
+        self.settings, self.about = dict(settings), dict(about)
         self.runs: dict[str, Run] = {}
         self.decoding: dict[str, Decoding] = {}
         if self.path.exists():
@@ -56,6 +63,7 @@ class Record:
             was = content["settings"][name]
             if was != value and name != "text":
                 raise ValueError(f"{self.path}: was made with {_described(name, was, value)}; {_FIX}")
+        self.about = dict(content["about"])
         self.runs = {key: Run(**figures) for key, figures in content["runs"].items()}
         self.decoding = {name: Decoding(**figures) for name, figures in content["decoding"].items()}
 
@@ -63,12 +71,18 @@ class Record:
         """Writes the record, with the summary before it."""
         content = {
             **summary,
+            "about": self.about,
             "settings": self.settings,
             "decoding": {name: asdict(each) for name, each in self.decoding.items()},
             "runs": {key: asdict(run) for key, run in self.runs.items()},
         }
         with atomic_file(self.path) as partial:
             write_json(partial, content)
+
+    def cores_of_others(self) -> float | None:
+        """The mean over the runs; None where the system does not tell."""
+        cores = [run.cores_of_others for run in self.runs.values() if run.cores_of_others is not None]
+        return statistics.fmean(cores) if cores else None
 
     def losses(self, variant: str, seeds: int) -> list[float]:
         """Those of the seeds that have run."""

@@ -12,6 +12,7 @@ import torch
 
 from ...progress import duration, finish
 from ...training import read_state, save_state
+from ..busy import OtherWork
 from .models import Scale, make_model
 from .record import Run
 from .text import Text
@@ -54,7 +55,7 @@ class Runs:
         """The first of the runs that are left."""
         variant, seed = left[0]
         work = self._started(variant, seed)
-        saved = time.monotonic()
+        others, saved = OtherWork(), time.monotonic()
         try:
             while not work.done:
                 work.train_step()
@@ -71,12 +72,15 @@ class Runs:
             self._save(work, variant, seed)
             self._say(f"\nkept the runs that ended, and {work.steps} steps of this one; the same command goes on")
             raise
+        except ValueError as error:
+            raise ValueError(f"{variant}, seed {seed}: {error}") from error
         estimate.seconds_per_step[variant] = work.spent / work.steps
         return Run(
             loss=held_out_loss(work.model, self._text.held_out),
             training_loss=statistics.fmean(work.losses[-20:]),
             seconds=round(work.spent, 2),
             tokens_per_second=round(work.total * self._scale.batch * self._scale.length / work.spent, 1),
+            cores_of_others=others.cores(),
         )
 
     def forget(self) -> None:

@@ -14,8 +14,17 @@ def number(value: float) -> str:
 
 
 def text(
-    x: float, y: float, words: str, colour: str = INK, *, bold=False, left=False, right=False, size: int = 12
+    x: float,
+    y: float,
+    words: str,
+    colour: str = INK,
+    *,
+    bold=False,
+    left=False,
+    right=False,
+    size: int = 12,
 ) -> str:
+    """`left` and `right` say at which end of the words x is; without them x is the middle."""
     anchor = "start" if left else "end" if right else "middle"
     look = f'font-size="{size}" text-anchor="{anchor}" fill="{colour}"' + (' font-weight="bold"' if bold else "")
     return f'<text x="{number(x)}" y="{number(y)}" {look}>{escape(words)}</text>'
