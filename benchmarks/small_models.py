@@ -1,4 +1,4 @@
-"""Small byte-level language models with one of the attention variants, and their training, for uptraining.py."""
+"""Small byte-level language models with MHA or MQA, and their training, for uptraining.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 EMBED_DIM, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 64, 2, 8, 8
 LENGTH, BATCH = 64, 16
-HIDDEN_DIM = 4 * EMBED_DIM  # of the MHA model; in the others it grows by the parameters that their attention saves
+HIDDEN_DIM = 4 * EMBED_DIM  # of the MHA model; that of MQA grows by the parameters that its attention saves
 LEARNING_RATE = 3e-3
 SIZES = {"vocab_size": 256, "embed_dim": EMBED_DIM, "num_layers": NUM_LAYERS, "num_heads": NUM_HEADS}
-VARIANTS = ("MHA", "GQA-4", "GQA-2", "MQA", "MLA")
-_LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": HEAD_DIM}
+VARIANTS = {"MHA": NUM_HEADS, "MQA": 1}
+"""Their key-value heads."""
 
 
 def read_text(most_bytes: int = 4 << 20) -> tuple[Tensor, Tensor]:
@@ -36,12 +36,8 @@ def read_text(most_bytes: int = 4 << 20) -> tuple[Tensor, Tensor]:
 
 
 def make_attention(variant: str) -> nn.Module:
-    if variant == "MLA":
-        rope = attnpack.RotaryEmbedding(_LATENT["qk_rope_head_dim"])
-        return attnpack.MultiHeadLatentAttention(EMBED_DIM, NUM_HEADS, **_LATENT, rope=rope, causal=True)
-    heads = {"MHA": NUM_HEADS, "MQA": 1}.get(variant) or int(variant.removeprefix("GQA-"))
     rope = attnpack.RotaryEmbedding(HEAD_DIM)
-    return attnpack.GroupedQueryAttention(EMBED_DIM, NUM_HEADS, heads, rope=rope, causal=True)
+    return attnpack.GroupedQueryAttention(EMBED_DIM, NUM_HEADS, VARIANTS[variant], rope=rope, causal=True)
 
 
 def make_model(variant: str) -> attnpack.Decoder:
@@ -137,12 +133,6 @@ def train_model(
         after_step()
     course.seconds = time.perf_counter() - start
     return course
-
-
-@torch.no_grad()
-def decode_figures(variant: str, context: int) -> dict[str, float]:
-    """`time_decoding` of an untrained model."""
-    return time_decoding(make_model(variant), context)
 
 
 @torch.no_grad()

@@ -37,8 +37,9 @@ import matplotlib.pyplot as plt
 import torch
 from attnpack import reference
 from attnpack.tools import bench
+from attnpack.tools.compare import models, training
+from attnpack.tools.compare.text import guessing_loss, read_text
 from torch import nn
-from torch.nn import functional
 from torch.testing import assert_close
 
 torch.manual_seed(0)
@@ -205,6 +206,8 @@ plt.show()
 class Reference(nn.Module):
     """Layers of these four from `attnpack.reference`, with rotation and an output projection."""
 
+    embed_dim = width
+
     def __init__(self, kind):
         super().__init__()
         self.kind, self.rope = kind, attnpack.RotaryEmbedding(dim)
@@ -221,7 +224,7 @@ class Reference(nn.Module):
         if kind in ("GLA", "MTLA"):
             self.up = nn.Parameter(torch.randn(2, heads, dim, latent) / math.sqrt(latent))
 
-    def forward(self, x):
+    def forward(self, x, **settings):  # a block passes its settings, such as causal
         made = {name: layer(x) for name, layer in self.maps.items()}
         if self.kind == "TPA":
             a, b = made["a"].unflatten(-1, (3, 2, heads)).unbind(2), made["b"].unflatten(-1, (3, 2, dim)).unbind(2)
@@ -387,37 +390,42 @@ print(f"on {bench.conditions()}")
 #
 # ## A small model of each
 #
-# Two blocks of width 64 learn to guess the next byte of English text (Python's own manual), each with the same budget
-# of steps, three times from other seeds. The model is tiny, the budget short, and the text easy: **this cannot say
-# which variant is best**. It shows that each learns, and how large a difference must be before it means something.
+# `attnpack compare` trains models that are equal in parameters, text and steps, for the variants that it knows by name
+# ([how to use it, and a stored run](../docs/howto/compare.md)). Its parts serve for any layer. Here two blocks of width
+# 64 learn to guess the next byte of Python's manual and sources, each with the same budget of steps, three times from
+# other seeds. What a layer of attention saves goes into the feed-forwards. The model is tiny, the budget short, and the
+# text easy: **this cannot say which variant is best**. It shows that each learns, and how large a difference must be
+# before it means something.
 
 # %%
-from pydoc_data.topics import topics  # noqa: E402
-
-text = torch.tensor(list(" ".join(topics.values()).encode()), dtype=torch.long)
-steps, batch, context = 60, 16, 48
+steps, batch, context, parameters = 60, 16, 48, 100_000
+text = read_text(None, context)
 
 
 class Below(nn.Module):
     """Keys and values that a layer above reads: with gradients, as in training."""
 
+    embed_dim = width
+
     def __init__(self):
         super().__init__()
         self.layer, self.kept = grouped(), None
 
-    def forward(self, x):
+    def forward(self, x, **settings):
         self.kept = self.layer.k_proj(x), self.layer.v_proj(x)
-        return self.layer(x)
+        return self.layer(x, **settings)
 
 
 class Above(nn.Module):
+    embed_dim = width
+
     def __init__(self, below):
         super().__init__()
         self.below = [below]  # in a list: its parameters are the other layer's
         self.q_proj, self.o_proj = (nn.Linear(width, heads * dim, bias=False) for _ in range(2))
         self.attend = attnpack.ProjectedAttention(heads, groups, dim, causal=True, rope=rope())
 
-    def forward(self, x):
+    def forward(self, x, **settings):
         return self.o_proj(self.attend(self.q_proj(x), *self.below[0].kept))
 
 
@@ -448,104 +456,67 @@ variants = {
     "shared keys": shared,
     "differential 1": two(lambda: differences(1)),
     "differential 2": two(lambda: differences(2)),
-    "sparse, indexer": two(lambda: selecting(top_k=12, num_local=2, index_heads=2)),
     "sparse, means of blocks": two(lambda: selecting(selector="mean", top_k=3, key_block=4)),
     "sparse, greatest products": two(lambda: selecting(selector="max", top_k=3, key_block=4)),
     **{f"{kind} (reference)": two(lambda kind=kind: Reference(kind)) for kind in ("GTA", "GLA", "MTLA", "TPA")},
 }
 
 
-class Model(nn.Module):
-    def __init__(self, attentions):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
-        self.attentions = nn.ModuleList(attentions)
-        self.norms = nn.ModuleList(attnpack.RMSNorm(width) for _ in range(4))
-        self.feeds = nn.ModuleList(attnpack.FeedForward(width, 2 * width) for _ in range(2))
-
-    def forward(self, ids):
-        x, own = self.embed(ids), 0.0
-        for i, (attention, feed) in enumerate(zip(self.attentions, self.feeds, strict=True)):
-            normed = self.norms[2 * i](x)
-            if getattr(attention, "selector", None) == "indexer" and self.training:
-                own = own + attention.indexer_loss(normed, sparse=True)
-            x = x + attention(normed)
-            x = x + feed(self.norms[2 * i + 1](x))
-        return self.head(x), own
+def make_model(name):
+    layers = variants[name]()
+    return models.ByteModel(layers, models.equal_hidden_dim(layers, parameters))
 
 
-def windows(generator, count):
-    starts = torch.randint(0, len(text) - context - 1, (count,), generator=generator)
-    rows = text[starts.unsqueeze(1) + torch.arange(context + 1)]
-    return rows[:, :-1], rows[:, 1:]
-
-
-def train(make, seed):
+def trained_loss(name, seed):
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)  # the same text for each variant
-    model = Model(make())
-    optimiser = torch.optim.Adam(model.parameters(), lr=4e-3)
-    for _ in range(steps):
-        ids, targets = windows(generator, batch)
-        logits, own = model(ids)
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + own
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    with torch.no_grad():
-        ids, targets = windows(torch.Generator().manual_seed(99), 64)
-        logits, _ = model.eval()(ids)
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    model = make_model(name)
+    work = training.ByteTraining(model, text.train, steps, length=context, batch=batch, rate=4e-3, seed=seed)
+    while not work.done:
+        work.train_step()
+    return training.held_out_loss(model, text.held_out)
 
 
 def of_seeds(names):
-    return {name: [train(variants[name], seed) for seed in range(3)] for name in names}
+    return {name: [trained_loss(name, seed) for seed in range(3)] for name in names}
 
 
 names = list(variants)
-losses = of_seeds(names[:6])
+counts = [models.count_parameters(make_model(name)) for name in names]
+print(f"all models have {min(counts):,} to {max(counts):,} parameters")
+losses = of_seeds(names[:5])
 
 # %%
-losses |= of_seeds(names[6:12])
+losses |= of_seeds(names[5:10])
 
 # %%
-losses |= of_seeds(names[12:])
-frequency = torch.bincount(text, minlength=256) / len(text)
-start = -(frequency * frequency.clamp_min(1e-12).log()).sum().item()
+losses |= of_seeds(names[10:])
+start = guessing_loss(text)
 figure, axis = plt.subplots(figsize=(7, 3.6), dpi=110, layout="constrained")
 for row, found in enumerate(losses.values()):
     axis.plot(found, [row] * 3, "o", color="#0072B2", alpha=0.6, label=None if row else "one seed")
     axis.plot(statistics.mean(found), row, "|", color="#D55E00", markersize=14, label=None if row else "mean")
-axis.set(yticks=range(len(losses)), yticklabels=list(losses), xlabel="loss on other windows (nats per byte)")
+axis.set(yticks=range(len(losses)), yticklabels=list(losses), xlabel="loss on other text (nats per byte)")
 axis.set_title(f"{steps} steps of two small blocks, three seeds each")
 axis.legend(fontsize=8)
 axis.invert_yaxis()
 plt.show()
 print(f"{steps} steps of {batch * context} bytes; guessing by frequency alone: {start:.2f}")
+print(f"{'':26}{'loss':>6}{'':24}against GQA, seed by seed")
+apart = {name: [a - b for a, b in zip(found, losses["GQA"], strict=True)] for name, found in losses.items()}
 for name, found in losses.items():
-    print(f"{name:26}{statistics.mean(found):6.3f}, seeds from {min(found):.3f} to {max(found):.3f}")
+    against = f"{statistics.mean(apart[name]):+.3f} ± {statistics.stdev(apart[name]):.3f}"
+    print(f"{name:26}{statistics.mean(found):6.3f}, seeds from {min(found):.3f} to {max(found):.3f}   {against}")
 assert all(max(found) < start for found in losses.values())
-spread = statistics.mean(max(found) - min(found) for found in losses.values())
-means = {name: statistics.mean(found) for name, found in losses.items()}
-far = {name: means[name] - means["GQA"] for name in means if abs(means[name] - means["GQA"]) > spread}
-print(f"mean spread of three seeds {spread:.3f}; further than that from GQA:", {n: f"{d:+.3f}" for n, d in far.items()})
+far = [name for name, seen in apart.items() if abs(statistics.mean(seen)) > 2 * statistics.stdev(seen) > 0]
+print("further from GQA than twice their spread:", ", ".join(far))
 torch.set_num_threads(threads)
 
 # %% [markdown]
-# The models differ in parameters too: those of the two layers of attention, and those of the whole model.
-
-# %%
-print(f"{'parameters':26}{'attention':>10}{'model':>10}")
-for name, make in variants.items():
-    model = Model(make())
-    of_attention, of_model = (sum(p.numel() for p in part.parameters()) for part in (model.attentions, model))
-    print(f"{name:26}{of_attention:>10,}{of_model:>10,}")
-
-# %% [markdown]
-# Differential 2 has the lowest loss here. It also has twice the query heads of GQA, and so 33,280 parameters of
-# attention instead of 24,576. More parameters need not help: GLA has 37,888, and its loss is 2.331 against 2.309 of
-# GQA. Two sparse layers have the parameters of GQA and read fewer keys, and end lower, at 2.289 and 2.299. That is
-# nearer to GQA than the mean spread of three seeds, 0.033, so this run does not say that reading less is better.
+# Read the last columns. Seeds read different text, so the losses of GQA alone reach from 2.469 to 2.526. Runs of one
+# seed read the same text, so their difference says more. Gates, both differential layers and TPA end lower than GQA, by
+# 0.07 to 0.08, and further away than twice the spread of that difference. All models have as many parameters, so size
+# does not explain it. The others stay within twice the spread, both sparse layers among them: this run does not say
+# whether reading less is better or worse. GLA ends highest, at 2.545.
 #
 # ## Summary
 #
@@ -553,8 +524,8 @@ for name, make in variants.items():
 # - Caches shrink by sharing: of heads (GQA), of layers, of latents, of neighbours in time (MTLA).
 # - Sparse attention bounds the keys that attention reads. What chooses them still grows with the length.
 # - An indexer is trained by a loss of its own, because its choice has no gradient.
-# - Small models on a short budget differ by some hundredths of a nat, and so do seeds. These models differ in
-#   parameters too, by the table above. Look at both before you believe a difference.
+# - Small models on a short budget differ by some hundredths of a nat, and so do seeds. Before you believe a difference,
+#   give the models as many parameters and compare runs that read the same text, as `attnpack compare` does.
 #
 # ## Exercises
 #
