@@ -301,7 +301,6 @@ def test_missing_metadata(tiny_gguf):
         {"attention__causal": False},
         {"attention__value_length": 16},
         {"rope__dimension_count": 4},
-        {"expert_count": 8},
     ],
     ids=lambda setting: next(iter(setting)),
 )

@@ -1,5 +1,7 @@
 """GGUF files of the families beside Llama's, written as llama.cpp's converter writes them, against transformers."""
 
+import copy
+
 import attnpack
 import gguf_models
 import numpy as np
@@ -40,6 +42,15 @@ DEEPSEEK |= {"moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_
 DEEPSEEK |= {"topk_group": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.0}
 LATENT = {"attention.kv_lora_rank": 10, "rope.dimension_count": 6, "leading_dense_block_count": 1}
 LATENT |= {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 2}
+PARTIAL = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
+WIDTHS = {"attention.key_length": 12, "attention.value_length": 12}
+YARN_KEYS = {"rope.freq_base": 700.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+YARN_KEYS |= {"rope.scaling.original_context_length": 16}
+GROWTH = {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.7}
+GRANITE_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.4, "attention.scale": 0.2, "logit_scale": 0.7}
+GRANITE_KEYS |= {"rope.freq_base": 700.0}
+ALL_FULL = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
 
 # name: (architecture of GGUF, config class, its settings, metadata beside the sizes)
 CASES = {
@@ -126,6 +137,115 @@ CASES = {
            "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_norm": True,
            "expert_weights_scale": 1.5, "expert_gating_func": 2, "rope.freq_base": 700.0},
     ),
+    "olmo3": (
+        "olmo2",
+        "Olmo3Config",
+        SIZES | NORM
+        | {"sliding_window": 5, "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+           "rope_parameters": {"full_attention": YARN, "sliding_attention": ROPE["rope_parameters"]}},
+        YARN_KEYS | {"attention.sliding_window": 5, "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "mixtral": (
+        "llama",
+        "MixtralConfig",
+        SIZES | NORM | ROPE | EXPERTS | {"num_local_experts": 4},
+        {"rope.freq_base": 700.0, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48},
+    ),
+    "smollm3": ("smollm3", "SmolLM3Config", SIZES | NORM | ROPE, {"rope.freq_base": 700.0}),
+    "granite": ("granite", "GraniteConfig", SIZES | NORM | ROPE | GRANITE, GRANITE_KEYS),
+    "granite_without_rope": (
+        "granite",
+        "GraniteMoeHybridConfig",
+        SIZES | NORM | ROPE | GRANITE
+        | {"layer_types": ["attention"] * 4, "mamba_n_heads": 8, "num_local_experts": 0,
+           "shared_intermediate_size": 48},
+        GRANITE_KEYS | {"rope.scaling.finetuned": False},
+    ),
+    "granite_moe": (
+        "granitemoe",
+        "GraniteMoeHybridConfig",
+        SIZES | NORM | ROPE | GRANITE
+        | {"layer_types": ["attention"] * 4, "mamba_n_heads": 8, "num_local_experts": 4, "shared_intermediate_size": 20,
+           "position_embedding_type": "rope"},
+        GRANITE_KEYS | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 20,
+                        "expert_feed_forward_length": 48},
+    ),
+    "cohere2": (
+        "cohere2",
+        "Cohere2Config",
+        SIZES | ROPE | {"layer_norm_eps": 1e-5, "sliding_window": 5, "logit_scale": 0.4},
+        {"rope.freq_base": 700.0, "attention.sliding_window": 5, "logit_scale": 0.4},
+    ),
+    "glm4": (
+        "glm4",
+        "Glm4Config",
+        SIZES | NORM | {"head_dim": 12, "rope_parameters": PARTIAL},
+        WIDTHS | {"rope.freq_base": 700.0, "rope.dimension_count": 6},
+    ),
+    "exaone4": (
+        "exaone4",
+        "Exaone4Config",
+        SIZES | NORM | ROPE | {"sliding_window": 5},
+        {"rope.freq_base": 700.0, "attention.sliding_window": 5,
+         "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "exaone4_all": ("exaone4", "Exaone4Config", SIZES | NORM | ROPE | ALL_FULL, {"rope.freq_base": 700.0}),
+    "mistral3": (
+        "mistral3",
+        "Ministral3Config",
+        SIZES | NORM | {"head_dim": 12, "rope_parameters": YARN | GROWTH | {"original_max_position_embeddings": 6}},
+        YARN_KEYS | WIDTHS
+        | {"attention.temperature_scale": 0.4, "rope.scaling.original_context_length": 6,
+           "rope.scaling.yarn_log_multiplier": 1.0},
+    ),
+    "seed_oss": (
+        "seed_oss",
+        "SeedOssConfig",
+        SIZES | NORM | ROPE | {"head_dim": 12},
+        WIDTHS | {"rope.freq_base": 700.0},
+    ),
+    "hunyuan": (
+        "hunyuan-dense",
+        "HunYuanDenseV1Config",
+        SIZES | NORM
+        | {"head_dim": 12,
+           "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 9.0, "factor": 1.0}},
+        WIDTHS | {"rope.freq_base": float(300 * 9.0 ** (12 / 10))},
+    ),
+    "ernie4_5": (
+        "ernie4_5",
+        "Ernie4_5Config",
+        SIZES | NORM | ROPE | {"head_dim": 12},
+        WIDTHS | {"rope.freq_base": 700.0},
+    ),
+    "arcee": ("arcee", "ArceeConfig", SIZES | NORM | ROPE, {"rope.freq_base": 700.0}),
+    "phi2": (
+        "phi2",
+        "PhiConfig",
+        SIZES | {"layer_norm_eps": 1e-5, "rope_parameters": PARTIAL},
+        {"rope.freq_base": 700.0, "rope.dimension_count": 4},
+    ),
+    "gptneox": (
+        "gptneox",
+        "GPTNeoXConfig",
+        {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+        | {"layer_norm_eps": 1e-5, "rope_parameters": PARTIAL},
+        {"rope.freq_base": 700.0, "rope.dimension_count": 4, "use_parallel_residual": True},
+    ),
+    "stablelm": (
+        "stablelm",
+        "StableLmConfig",
+        SIZES | {"layer_norm_eps": 1e-5, "rope_parameters": PARTIAL, "use_qkv_bias": True},
+        {"rope.freq_base": 700.0, "rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "minimax_m2": (
+        "minimax-m2",
+        "MiniMaxM2Config",
+        SIZES | NORM | EXPERTS | {"head_dim": 12, "num_local_experts": 4, "rope_parameters": PARTIAL},
+        WIDTHS
+        | {"rope.freq_base": 700.0, "rope.dimension_count": 6, "expert_count": 4, "expert_used_count": 2,
+           "expert_feed_forward_length": 48, "expert_gating_func": 2},
+    ),
 }  # fmt: skip
 by_name = pytest.mark.parametrize("name", CASES)
 
@@ -133,9 +253,8 @@ by_name = pytest.mark.parametrize("name", CASES)
 def random_model(name):
     torch.manual_seed(0)
     _, config, settings, _ = CASES[name]
-    model = AutoModelForCausalLM.from_config(
-        getattr(transformers, config)(**settings), attn_implementation="eager"
-    ).eval()
+    given = getattr(transformers, config)(**copy.deepcopy(settings))  # which transformers changes
+    model = AutoModelForCausalLM.from_config(given, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -197,7 +316,11 @@ def test_settings_that_are_not_honoured_are_refused_by_name(tmp_path):
     refused(write(path, "qwen3moe", model, expert_shared_count=2), "expert_shared_count = 2 is not supported")
     refused(write(path, "qwen3moe", model, expert_weights_scale=2.5), "expert_weights_scale = 2.5")
     refused(write(path, "qwen3moe", model, expert_used_count=None), "lacks qwen3moe.expert_used_count")
-    refused(write(path, "olmo2", random_model("olmo2"), attention__sliding_window=5), "attention.sliding_window = 5")
+    pattern = {"attention__sliding_window": 5, "attention__sliding_window_pattern": [True]}
+    refused(write(path, "olmo2", random_model("olmo2"), **pattern), "True or False for each of 4 layers")
+    refused(write(path, "stablelm", random_model("stablelm"), use_parallel_residual=3), "use_parallel_residual is 3")
+    minimax = random_model("minimax_m2")
+    refused(write(path, "minimax_m2", minimax, expert_gating_func=1), "expert_gating_func = 1 is not supported")
     refused(write(path, "gpt2", random_model("gpt2"), attn_logit_softcapping=1.5), "attn_logit_softcapping")
 
 

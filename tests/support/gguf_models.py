@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LAYER_NORM = ("gpt2", "starcoder", "starcoder2", "falcon")
+LAYER_NORM = ("gpt2", "starcoder", "starcoder2", "falcon", "cohere2", "phi2", "gptneox", "stablelm")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")  # q and k as interleaved pairs
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
@@ -35,7 +36,7 @@ def tensors_of(model: Any, arch: str, absorbed: bool = False) -> dict[str, np.nd
             put(key.replace("kv_b", "k_b"), keys)
             put(key.replace("kv_b", "v_b"), values)
             continue
-        layer, _, last = key.partition(".mlp.experts.")
+        layer, _, last = key.replace(".block_sparse_moe.experts.", ".mlp.experts.").partition(".mlp.experts.")
         if last:
             block = layer.removeprefix("model.layers.")
             for part, tensor in _experts(arch, last.removesuffix("_bias"), value, last.endswith("_bias")).items():
@@ -45,7 +46,8 @@ def tensors_of(model: Any, arch: str, absorbed: bool = False) -> dict[str, np.nd
         elif ".mlp.router." in key:
             tensors[f"blk.{key.split('.')[2]}.ffn_gate_inp.{key.rpartition('.')[2]}"] = _array(value)
         else:
-            put(key.replace("e_score_correction_bias", "e_score_correction.bias"), value)
+            for name, part in _named(arch, config, key, value):
+                put(name, part)
     return tensors | _frequencies(config)
 
 
@@ -82,15 +84,32 @@ def _changed(arch: str, config: Any, key: str, value: Tensor) -> Tensor:
         return value.T
     if arch.startswith("gemma") and key.endswith("norm.weight"):
         return value + 1
-    if arch == "llama" and ("q_proj" in key or "k_proj" in key):
+    if arch in PERMUTED and ("q_proj" in key or "k_proj" in key):
         of = heads if "q_proj" in key else config.num_key_value_heads
         return value.view(of, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+    if arch == "gptneox" and "query_key_value" in key:
+        return value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
     if arch == "falcon" and "query_key_value" in key:
         kv = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
         grouped = value.view(kv, heads // kv + 2, width // heads, *value.shape[1:])
         parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
         return torch.cat([part.reshape(-1, *value.shape[1:]) for part in parts])
     return value
+
+
+def _named(arch: str, config: Any, key: str, value: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensor by the names that the converter gives the table."""
+    if arch == "minimax-m2":
+        key = key.replace(".mlp.gate.", ".block_sparse_moe.gate.").replace(".mlp.e_score", ".block_sparse_moe.e_score")
+    if ".shared_mlp.input_linear." in key:
+        halves = zip(("gate", "up"), value.chunk(2), strict=True)
+        stem = key.partition("shared_mlp")[0] + ("mlp.shared_experts" if config.num_local_experts else "mlp")
+        return [(f"{stem}.{name}_proj.weight", half) for name, half in halves]
+    if ".shared_mlp." in key:
+        shared = "mlp.shared_experts" if config.num_local_experts else "mlp"
+        return [(key.replace("shared_mlp.output_linear", f"{shared}.down_proj"), value)]
+    key = key.replace(".block_sparse_moe.router.", ".mlp.gate.") if arch == "granitemoe" else key
+    return [(key.replace("e_score_correction_bias", "e_score_correction.bias"), value)]
 
 
 def _latent_halves(config: Any, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,10 @@ def from_gguf(
 ):
     """A `cls` (CausalLM) in evaluation mode with the weights of the GGUF file `path`, dequantised to `dtype` (fp32).
 
-    Architectures: llama (Llama, Mistral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2,
-    starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2. `max_positions` limits the file's own context
+    Architectures: llama (Llama, Mistral, Mixtral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2
+    (OLMo 2 and 3), starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2, smollm3, granite, granitemoe,
+    cohere2, glm4, exaone4, mistral3, seed_oss, hunyuan-dense, ernie4_5, arcee, phi2, gptneox, stablelm, minimax-m2.
+    `max_positions` limits the file's own context
     length. Resident memory grows by the size of the weights in `dtype` and little more. Raises ValueError, naming the
     file, for a file that is foreign, truncated, incomplete or of another architecture; ImportError without the package
     `gguf`.

@@ -13,6 +13,7 @@ from .._C import checkpoints
 from ..file_errors import brief
 from .gguf_families import ARCHITECTURES
 from .gguf_file import GgufFile
+from .gguf_newer_families import NEWER
 from .gguf_settings import GgufSettings
 
 _NAMES = {
@@ -82,12 +83,13 @@ class GgufCheckpoint(GgufSettings):
     def __init__(self, path: str | os.PathLike, max_positions: int | None = None) -> None:
         super().__init__(GgufFile(path))
         self.file.check_model()
-        if self.arch not in ARCHITECTURES:
+        known = ARCHITECTURES | NEWER
+        if self.arch not in known:
             raise ValueError(
                 f"{self.path}: architecture {brief(repr(self.arch))} is not supported; from_gguf reads "
-                + ", ".join(ARCHITECTURES)
+                + ", ".join(known)
             )
-        self.family = ARCHITECTURES[self.arch]
+        self.family = known[self.arch]
         self._sizes = self._checked_sizes()
         names = self.family.layer_names(self.file.tensors)
         self.pieces: dict[str, Piece] = {}

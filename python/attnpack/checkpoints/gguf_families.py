@@ -162,6 +162,11 @@ def _experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]
     }
 
 
+def _llama(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama, or Mixtral."""
+    return {"experts": _plain_experts(file, normalize=True)} if file.setting("expert_count") else {}
+
+
 def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     more = {"gate_bias": True, "bias": True, "activation": "clamped_swiglu"}
     options: dict[str, Any] = {
@@ -173,11 +178,6 @@ def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     if config["rope_scaling"] is not None:
         options["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
     return options
-
-
-def _olmo2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    file.refuse("attention.sliding_window")  # of OLMo 3
-    return {"layout": "output", "qk_norm": {"all_heads": True, "eps": config["eps"]}}
 
 
 def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(interleaved=True),
+    "llama": Architecture(_llama, _EXPERTS, interleaved=True, settings=("expert_count",)),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen3moe": Architecture(
@@ -237,9 +237,6 @@ ARCHITECTURES = {
         _phi3,
         fused={"attn_qkv": _QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
         settings=("rope.dimension_count", "rope.scaling.attn_factor"),
-    ),
-    "olmo2": Architecture(
-        _olmo2, {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
     ),
     "starcoder2": Architecture(lambda file, config: {"activation": "gelu_tanh"}, layer_norm=True),
     "gpt2": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
