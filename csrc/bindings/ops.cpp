@@ -2,6 +2,7 @@
 #include <bindings/keyword_call.h>
 #include <bindings/operator_settings.h>
 
+#include <attnpack/core/stored.h>
 #include <attnpack/layers/alibi.h>
 #include <attnpack/layers/attend.h>
 #include <attnpack/layers/differential.h>
@@ -23,6 +24,7 @@
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 #include <attnpack/ops/score_rules.h>
+#include <attnpack/ops/stored_linear.h>
 #include <attnpack/rope/sinusoidal.h>
 #include <bindings/rope_scaling.h>
 
@@ -383,6 +385,20 @@ void register_ops(py::module_& m) {
          {"positions", "lengths", "inv_freq", "factor", "long_inv_freq", "growth", "trained_len"});
   define(m, "linear", &linear<>, {"input", "weight", "bias"});
   define(m, "linears", &linears, {"input", "weights", "biases"});
+  define(m, "stored_linear", &stored_linear, {"input", "weight", "bias", "round_input"});
+  define(m, "stored_linears", &stored_linears, {"input", "weights", "biases"});
+  define(m, "to_stored", &to_stored, {"weight", "bits"});
+  m.def("widen_stored", [](const Tensor& blocks, at::ScalarType dtype) {
+    return without_gil([&] { return widen_stored(blocks, dtype); });
+  });
+  m.def("stored_rows", [](const Tensor& table, const Tensor& ids, at::ScalarType dtype) {
+    return without_gil([&] { return stored_rows(table, ids, dtype); });
+  });
+  m.def("stored_layouts", [] {
+    py::dict layouts;
+    for (const StoredLayout& layout : kStoredLayouts) layouts[layout.name] = py::make_tuple(layout.numbers, layout.bytes);
+    return layouts;
+  });
   define(m, "linear_attention", &linear_attention_py,
          {"query", "key", "value", "log_decay", "beta", "initial_state", "kv_lens", "cu_seqlens", "scale"});
   define(m, "causal_conv1d", &causal_conv1d_py,

@@ -46,6 +46,7 @@ from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.norm import RMSNorm
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
+from .nn.stored import StoredEmbedding, StoredLinear
 from .ops import (
     apply_rope,
     attention,
@@ -86,6 +87,8 @@ __all__ = [
     "SparseCache",
     "SparseLatentAttention",
     "StaticCache",
+    "StoredEmbedding",
+    "StoredLinear",
     "__version__",
     "apply_rope",
     "attention",

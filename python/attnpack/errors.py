@@ -87,8 +87,9 @@ def check_ids(name: str, ids: Tensor, weight: Tensor | None = None) -> None:
 def check_vocabulary(embedding: nn.Module | None, name: str, ids: Tensor) -> None:
     """Raises for an id outside the vocabulary. Call it after a look-up has failed: a good call then pays nothing, and
     CUDA does not wait."""
-    if isinstance(embedding, nn.Embedding):
-        checks.vocabulary(name, ids, embedding.num_embeddings)
+    rows = getattr(embedding, "num_embeddings", None)  # of an embedding of torch's or of stored weights
+    if isinstance(rows, int):
+        checks.vocabulary(name, ids, rows)
 
 
 def check_dtype(dtype: object) -> None:

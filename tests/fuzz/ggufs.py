@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import gguf
 import gguf_models
+import numpy as np
 import torch
 import transformers
 
@@ -402,6 +403,43 @@ def make_model(file: Drawn) -> Any:
     return model if logits.isfinite().all() else None
 
 
+def compare_stored(file: Drawn, foreign: dict[str, Any], tensors: dict[str, np.ndarray], path: Path) -> str:
+    """What is wrong with the file whose matrices are quantised, if they stay so: in fp64 it has the logits of the
+    expanded weights. A scale that is not finite is refused, or gives no finite logits."""
+    import attnpack
+
+    rng = random.Random(len(tensors) + sum(tensor.size for tensor in tensors.values()))
+    blocks = {}
+    for name, array in tensors.items():
+        if array.ndim >= 2 and array.shape[-1] % 32 == 0 and rng.random() < 0.8:
+            kind = rng.choice(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+            stored = gguf.quants.quantize(array.astype(np.float32), gguf.GGMLQuantizationType[kind])
+            blocks[name] = (kind, stored)
+    gguf_models.write(path, file.arch, file.metadata | foreign, tensors, blocks)
+    with torch.no_grad():
+        expanded = attnpack.CausalLM.from_gguf(path, dtype=torch.float64)(TEXT)
+        found = attnpack.CausalLM.from_gguf(path, dtype=torch.float64, weights="stored")(TEXT)
+        if not torch.allclose(found, expanded, rtol=1e-8, atol=1e-8):
+            return f"stored weights move the logits by {float((found - expanded).abs().max()):.3g}"
+        rounded = attnpack.CausalLM.from_gguf(path, weights="stored")(TEXT)
+    if not rounded.isfinite().all():
+        return "rounded inputs give logits that are not finite"
+    if not blocks:
+        return ""
+    name = rng.choice(sorted(blocks))
+    kind, stored = blocks[name]
+    stored.reshape(-1, stored.shape[-1])[0, :2] = np.array([rng.choice([np.nan, np.inf])], np.float16).view(np.uint8)
+    gguf_models.write(path, file.arch, file.metadata | foreign, tensors, blocks)
+    try:
+        with torch.no_grad():
+            damaged = attnpack.CausalLM.from_gguf(path, weights="stored")(TEXT)
+    except ValueError as error:
+        return "" if "not finite" in str(error) else f"a damaged scale of {name} gives {error}"
+    # Other tensors may be widened: latent attention's, and the router's.
+    kept = name.endswith(("attn_output.weight", "ffn_down.weight"))
+    return f"a damaged scale of {name} was taken" if kept and damaged.isfinite().all() else ""
+
+
 def compare(name: str, file: Drawn, foreign: dict[str, Any], path: Path) -> Outcome:
     import attnpack
 
@@ -414,6 +452,8 @@ def compare(name: str, file: Drawn, foreign: dict[str, Any], path: Path) -> Outc
         tensors = gguf_models.tensors_of(model, file.arch, file.absorbed)
     gguf_models.write(path, file.arch, file.metadata | foreign, tensors)
     outcome, wrong = compare_logits(attnpack.CausalLM.from_gguf, path, wanted, what)
+    if outcome == "equal" and not wrong and (complaint := compare_stored(file, foreign, tensors, path)):
+        return outcome, f"{what}: {complaint}"
     if outcome == "equal" and not may_change_nothing(foreign, file):
         return outcome, f"{what}: the key is ignored"
     return outcome, wrong

@@ -3,7 +3,9 @@ what the converter changes of each architecture stands here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -51,8 +53,14 @@ def tensors_of(model: Any, arch: str, absorbed: bool = False) -> dict[str, np.nd
     return tensors | _frequencies(config)
 
 
-def write(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
-    """Metadata of the value None is left out; lists are arrays."""
+def write(
+    path: Path,
+    arch: str,
+    metadata: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    blocks: Mapping[str, tuple[str, np.ndarray]] = MappingProxyType({}),
+) -> Path:
+    """Metadata of the value None is left out; lists are arrays. blocks: (format, bytes) of tensors that have one."""
     writer = gguf.GGUFWriter(path, arch)
     kinds = {
         bool: writer.add_bool,
@@ -65,7 +73,11 @@ def write(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np
         if value is not None:
             kinds[type(value)](f"{arch}.{key}", value)
     for name, array in tensors.items():
-        writer.add_tensor(name, array)
+        if name in blocks:
+            kind, stored = blocks[name]
+            writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

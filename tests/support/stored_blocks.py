@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import gguf
 import numpy as np
 import torch
@@ -20,13 +23,13 @@ FORMATS = {
 }
 
 
-def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> Tensor:
-    """[rows, blocks, bytes] with any codes, and scales and offsets in (-1, 1)."""
+def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0, largest: float = 1.0) -> Tensor:
+    """[rows, blocks, bytes] with any codes, and scales and offsets in (-largest, largest)."""
     numbers, size, halves = FORMATS[kind]
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (rows, inputs // numbers, size), dtype=torch.uint8, generator=generator)
     for at in halves:
-        values = torch.rand(rows, inputs // numbers, 1, generator=generator) * 2 - 1
+        values = (torch.rand(rows, inputs // numbers, 1, generator=generator) * 2 - 1) * largest
         blocks[..., at : at + 2] = values.half().view(torch.uint8)
     return blocks
 
@@ -35,3 +38,47 @@ def numbers_of(blocks: Tensor, kind: str) -> Tensor:
     """The numbers that the package gguf reads, in fp32."""
     kind = gguf.GGMLQuantizationType[kind]
     return torch.from_numpy(np.array(gguf.quants.dequantize(blocks.flatten(-2).numpy(), kind)))
+
+
+def llama_file(path: Path, kinds: Sequence[str], tied: bool = True, layers: int = 2) -> Path:
+    """A Llama whose matrices take turns in the formats, as llama.cpp writes it: 256 wide, 4 query heads, 2 of kv."""
+    width, hidden, vocab, head_dim = 256, 512, 96, 64
+    shapes = {"token_embd": (vocab, width)} | ({} if tied else {"output": (vocab, width)})
+    for i in range(layers):
+        shapes |= {
+            f"blk.{i}.{name}": shape
+            for name, shape in {
+                "attn_q": (4 * head_dim, width),
+                "attn_k": (2 * head_dim, width),
+                "attn_v": (2 * head_dim, width),
+                "attn_output": (width, 4 * head_dim),
+                "ffn_gate": (hidden, width),
+                "ffn_up": (hidden, width),
+                "ffn_down": (width, hidden),
+            }.items()
+        }
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {
+        "embedding_length": width,
+        "block_count": layers,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "context_length": 64,
+        "feed_forward_length": hidden,
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for i, (name, (rows, inputs)) in enumerate(shapes.items()):
+        kind = kinds[i % len(kinds)]
+        # Weights of about one size: those of Q4_K are products of scales of 6 bits and codes of 4.
+        largest = {"Q8_0": 1e-3, "Q6_K": 3e-5}.get(kind, 3e-4 if kind.endswith("K") else 1e-2)
+        blocks = random_blocks(kind, rows, inputs, seed=i, largest=largest).flatten(-2).numpy()
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    norms = ["output_norm", *(f"blk.{i}.{part}_norm" for i in range(layers) for part in ("attn", "ffn"))]
+    for i, name in enumerate(norms):
+        writer.add_tensor(f"{name}.weight", np.linspace(0.5, 1.5 + i / 10, width, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -205,7 +205,7 @@ std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t ma
   auto shape = StaticCacheOptions(batch, latent ? 1 : *options.num_kv_heads(), max_len, width);
   if (latent) shape.v_head_dim(0);
   return std::make_shared<ModelCache>(options.num_layers(),
-                                      shape.tensor(model->embed_tokens->weight.options().requires_grad(false)));
+                                      shape.tensor(model->state_options()));
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
@@ -229,7 +229,7 @@ std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num
                  "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static', 'int8' "
                  "or 'none': pages hold the keys and values of heads");
   const auto shape = PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages)
-                         .tensor(model->embed_tokens->weight.options().requires_grad(false));
+                         .tensor(model->state_options());
   std::vector<std::shared_ptr<KVCache>> layers;
   for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<PagedCache>(shape));
   return std::make_shared<ModelCache>(std::move(layers));

@@ -6,6 +6,7 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/ops/stored_linear.h>
 
 namespace attnpack {
 
@@ -14,11 +15,14 @@ EmbeddingImpl::EmbeddingImpl(EmbeddingOptions options) : options(std::move(optio
 void EmbeddingImpl::reset() {
   check_size("vocab_size", options.vocab_size());
   check_size("embed_dim", options.embed_dim());
-  register_parameter("weight", allocate("vocab_size and embed_dim", {options.vocab_size(), options.embed_dim()}, weight,
-                                        options.factory()));
+  if (is_stored(weight))  // of the module that this one is cloned from
+    register_parameter("weight", at::empty_like(weight), /*requires_grad=*/false);
+  else
+    register_parameter("weight", allocate("vocab_size and embed_dim", {options.vocab_size(), options.embed_dim()},
+                                          weight, options.factory()));
   bind_members();
   // On meta there is nothing to draw, and torch's Python code for it imports Dynamo, which is slow.
-  if (!weight.is_meta()) torch::nn::init::normal_(weight);
+  if (!weight.is_meta() && !is_stored(weight)) torch::nn::init::normal_(weight);
 }
 
 at::Tensor EmbeddingImpl::look_up(const char* name, const at::Tensor& ids) {
@@ -26,7 +30,7 @@ at::Tensor EmbeddingImpl::look_up(const char* name, const at::Tensor& ids) {
   check_device(name, ids, weight);
   if (share) return share->look_up(name, ids, weight);
   try {
-    return at::embedding(weight, ids);
+    return is_stored(weight) ? stored_rows(weight, ids, at::kFloat) : at::embedding(weight, ids);
   } catch (const c10::IndexError&) {
     check_vocabulary(name, ids, weight.size(0));
     throw;
@@ -34,7 +38,12 @@ at::Tensor EmbeddingImpl::look_up(const char* name, const at::Tensor& ids) {
 }
 
 at::Tensor EmbeddingImpl::logits(const at::Tensor& x) const {
-  return share ? share->logits(x, weight) : attnpack::linear(x, weight);
+  if (share) return share->logits(x, weight);
+  return is_stored(weight) ? stored_linear(x, weight) : attnpack::linear(x, weight);
+}
+
+bool EmbeddingImpl::takes(const std::string& name, const at::Tensor& tensor) const {
+  return name == "weight" && !share && holds_weight(tensor, options.vocab_size(), options.embed_dim());
 }
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::Embedding", options); }

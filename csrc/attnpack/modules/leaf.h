@@ -21,6 +21,8 @@ void check_parameter_size(const char* names, at::IntArrayRef sizes, size_t eleme
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;
+  // Whether the parameter may become a tensor of another shape: the same weight in stored blocks, or as numbers again.
+  virtual bool takes(const std::string& /*name*/, const at::Tensor& /*tensor*/) const { return false; }
   virtual void assign_parameter(const std::string& name, const at::Tensor& tensor) = 0;
 };
 
@@ -31,6 +33,17 @@ class LeafModule : public torch::nn::Cloneable<Derived>, public ParameterOwner {
   void assign_parameter(const std::string& name, const at::Tensor& tensor) override {
     this->parameters_[name] = tensor;
     static_cast<Derived*>(this)->bind_members();
+  }
+
+  // A dtype is for numbers: LibTorch's own functions would also convert the bytes of stored weights.
+  using torch::nn::Module::to;
+  void to(at::ScalarType dtype, bool non_blocking = false) override {
+    for (auto& item : this->named_parameters(/*recurse=*/false))
+      if (item->is_floating_point()) item->set_data(item->to(dtype, non_blocking));
+  }
+  void to(at::Device device, at::ScalarType dtype, bool non_blocking = false) override {
+    torch::nn::Module::to(device, non_blocking);
+    to(dtype, non_blocking);
   }
 
  protected:

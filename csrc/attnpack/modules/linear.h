@@ -40,10 +40,11 @@ class LinearImpl : public LeafModule<LinearImpl> {
   void reset() override;
   void reset_parameters();
   void bind_members();
+  bool takes(const std::string& name, const at::Tensor& tensor) const override;
   void pretty_print(std::ostream& stream) const override;
 
   LinearOptions options;
-  at::Tensor weight;  // [out_features, in_features]
+  at::Tensor weight;  // [out_features, in_features], or stored blocks of it (ops/stored_linear.h), without gradients
   at::Tensor bias;    // [out_features], undefined without bias
   std::shared_ptr<const LinearShare> share;
 };
@@ -72,6 +73,9 @@ class EmbeddingShare {
   virtual at::Tensor agreed(const at::Tensor& tokens) const = 0;
 };
 
+// Whether a tensor is a weight [rows, columns], as numbers or in stored blocks.
+bool holds_weight(const at::Tensor& tensor, int64_t rows, int64_t columns);
+
 // Rows of a table by token id, initialised N(0, 1) as torch's.
 class EmbeddingImpl : public LeafModule<EmbeddingImpl> {
  public:
@@ -86,10 +90,11 @@ class EmbeddingImpl : public LeafModule<EmbeddingImpl> {
 
   void reset() override;
   void bind_members() { weight = parameters_["weight"]; }
+  bool takes(const std::string& name, const at::Tensor& tensor) const override;
   void pretty_print(std::ostream& stream) const override;
 
   EmbeddingOptions options;
-  at::Tensor weight;  // [vocab_size, E]
+  at::Tensor weight;  // [vocab_size, E], or stored blocks of it; rows of stored blocks come in fp32
   std::shared_ptr<const EmbeddingShare> share;
 };
 TORCH_MODULE(Embedding);

@@ -7,6 +7,7 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/dropout.h>
 #include <attnpack/modules/norm.h>
+#include <attnpack/ops/stored_linear.h>
 
 namespace attnpack {
 
@@ -51,6 +52,7 @@ at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& 
   auto h = x;
   if (embed_tokens) {
     h = embed_tokens->look_up(name, x);
+    if (is_stored(embed_tokens->weight)) h = h.to(state_options());
     if (embed_scale != 1) h = h * at::full({}, embed_scale, h.options().requires_grad(false));
   } else {
     check_states(name, x, block(0).self_attn->embed_dim());
@@ -62,6 +64,16 @@ at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& 
     h = h + at::embedding(embed_positions->weight, places);
   }
   return dropped(h, dropout, *this);
+}
+
+template <typename Derived, typename Block>
+at::TensorOptions StackImpl<Derived, Block>::state_options() const {
+  const at::Tensor table = embed_tokens ? embed_tokens->weight : at::Tensor();
+  const auto device = table.defined() ? table.device() : at::Device(at::kCPU);
+  if (table.defined() && !is_stored(table)) return table.options().requires_grad(false);
+  for (const auto& parameter : block(0).parameters())
+    if (parameter.is_floating_point()) return at::TensorOptions(device).dtype(parameter.scalar_type());
+  return at::TensorOptions(device).dtype(at::kFloat);
 }
 
 template <typename Derived, typename Block>

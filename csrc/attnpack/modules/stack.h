@@ -62,6 +62,10 @@ class StackImpl : public Container<Derived> {
                    const std::optional<at::Tensor>& past = std::nullopt) const;
   at::Tensor finish(const at::Tensor& x) const { return norm ? norm->forward(x) : x; }
   BlockImpl& block(size_t i) const { return *layers->template ptr<BlockImpl>(i); }
+
+ public:
+  // Device and dtype of the states. Those of the table; where it is stored, the dtype of the first block's numbers.
+  at::TensorOptions state_options() const;
 };
 
 // EncoderBlocks one after the other, which all get the same inputs.

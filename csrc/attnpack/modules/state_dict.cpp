@@ -10,16 +10,17 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/leaf.h>
+#include <attnpack/ops/stored_linear.h>
 
 namespace attnpack {
 
 namespace {
 
 // Checks that `given` can replace `current`.
-void check_tensor(const std::string& name, const at::Tensor& current, const at::Tensor& given) {
+void check_tensor(const std::string& name, const at::Tensor& current, const at::Tensor& given, bool taken) {
   ATTNPACK_CHECK(given.defined(), "state dict: got an undefined tensor as ", name, ", want one of shape ",
                  current.sizes(), ": leave the name out");
-  ATTNPACK_CHECK(given.sizes() == current.sizes(), "state dict: got ", name, " of shape ", given.sizes(), ", want ",
+  ATTNPACK_CHECK(taken || given.sizes() == current.sizes(), "state dict: got ", name, " of shape ", given.sizes(), ", want ",
                  current.sizes());
   ATTNPACK_CHECK(!given.is_complex() || current.is_complex(), "state dict: got ", name, " of dtype ",
                  given.scalar_type(), ", want real numbers: at::real and at::imag give the two parts");
@@ -36,16 +37,17 @@ std::string listed(const char* what, const std::vector<std::string>& names) {
   return text;
 }
 
-// Finds the names that the module lacks and the names that it does not know. Raises on tensors that do not fit, and
-// with strict on such names.
-LoadResult compare(const StateDict& current, const StateDict& given, bool strict) {
+// Finds the names that the module lacks and the names that it does not know. Raises on tensors that do not fit, unless
+// `takes` their owners take them, and with strict on such names.
+template <class Takes>
+LoadResult compare(const StateDict& current, const StateDict& given, bool strict, const Takes& takes) {
   LoadResult result;
   for (const auto& [name, tensor] : current) {
     const auto found = given.find(name);
     if (found == given.end()) {
       result.missing.push_back(name);
     } else {
-      check_tensor(name, tensor, found->second);
+      check_tensor(name, tensor, found->second, takes(name, found->second));
     }
   }
   for (const auto& [name, tensor] : given) {
@@ -96,9 +98,11 @@ at::Tensor readable(const std::string& name, const at::Tensor& current, const at
 
 // The tensor itself if it has the requires_grad of `current`, else a tensor on its storage.
 at::Tensor assignable(const std::string& name, const at::Tensor& current, const at::Tensor& given) {
-  ATTNPACK_CHECK(given.is_floating_point() || !current.is_floating_point(), "state dict: got ", name, " of dtype ",
-                 given.scalar_type(), ", want a floating one as ", current.scalar_type(), ": convert it with .to()");
+  ATTNPACK_CHECK(given.is_floating_point() || !current.is_floating_point() || is_stored(given), "state dict: got ",
+                 name, " of dtype ", given.scalar_type(), ", want a floating one as ", current.scalar_type(),
+                 ": convert it with .to()");
   check_own_elements(name, given, "the given ");
+  if (is_stored(given)) return given;
   return given.requires_grad() == current.requires_grad() ? given
                                                           : given.detach().requires_grad_(current.requires_grad());
 }
@@ -152,7 +156,7 @@ void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to) {
 LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
   at::NoGradGuard no_grad;
   const auto current = state_dict(module);
-  const auto result = compare(current, tensors, strict);
+  const auto result = compare(current, tensors, strict, [](const std::string&, const at::Tensor&) { return false; });
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const auto& [name, tensor] : current) {
     if (const auto found = tensors.find(name); found != tensors.end())
@@ -164,8 +168,11 @@ LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, 
 
 LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
   const auto current = state_dict(module);
-  const auto result = compare(current, tensors, strict);
   const auto modules = module.named_modules();
+  const auto result = compare(current, tensors, strict, [&](const std::string& name, const at::Tensor& given) {
+    const auto [owner, parameter] = owner_of(modules, name);
+    return owner && given.defined() && owner->takes(parameter, given);
+  });
   struct Place {
     ParameterOwner* owner;
     std::string name;

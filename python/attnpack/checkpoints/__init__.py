@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["Tokenizer", "load", "load_safetensors", "load_tokenizer", "save_safetensors", "smollm2_path"]
 
 
-def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> attnpack.CausalLM:
+def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32, weights: str = "expanded") -> attnpack.CausalLM:
     """The `attnpack.CausalLM` of a Hugging Face directory or a GGUF file, in evaluation mode, in `dtype`.
 
-    Raises the errors of `CausalLM.from_hf` and `CausalLM.from_gguf`.
+    weights: "stored" keeps the quantised weights of a GGUF file as they are, see `CausalLM.from_gguf`. Raises the
+    errors of `CausalLM.from_hf` and `CausalLM.from_gguf`.
     """
     from ..nn.causal_lm import CausalLM
 
     path = as_path("path", path)
-    loader = CausalLM.from_hf if path.is_dir() else CausalLM.from_gguf
-    return loader(path, dtype=dtype)
+    if path.is_dir() and weights == "expanded":
+        return CausalLM.from_hf(path, dtype=dtype)
+    return CausalLM.from_gguf(path, dtype=dtype, weights=weights)

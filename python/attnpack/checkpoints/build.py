@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._C import checkpoints
 from ..errors import as_path, check_dtype, check_size
 from ..file_errors import naming
+from ..nn.native import hold_stored
+from ..nn.stored import storable_layers
 from ..progress import progress
 from .gguf import GgufCheckpoint
 from .hf_directory import HfCheckpoint
@@ -29,8 +31,14 @@ def from_gguf(
     device: torch.device | str | None = None,
     *,
     max_positions: int | None = None,
+    weights: str = "expanded",
 ):
     """A `cls` (CausalLM) in evaluation mode with the weights of the GGUF file `path`, dequantised to `dtype` (fp32).
+
+    With weights="stored" linear layers and token embeddings in Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K stay
+    as the file holds them, in memory that is mapped from it (q_proj and k_proj of the architecture llama are copied,
+    because their rows change places), and are multiplied as they are. Such a model has no gradients, and all its
+    parameters are frozen. `dtype` is then that of the states, and of all that is stored otherwise.
 
     Architectures: llama (Llama, Mistral, Mixtral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2
     (OLMo 2 and 3), starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2, smollm3, granite, granitemoe,
@@ -40,7 +48,10 @@ def from_gguf(
     file, for a file that is foreign, truncated, incomplete or of another architecture; ImportError without the package
     `gguf`.
     """
-    return _load_model(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
+    if weights not in ("expanded", "stored"):
+        raise ValueError(f"attnpack: weights: got {weights!r}, want 'expanded' or 'stored'")
+    stored = weights == "stored"
+    return _load_model(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions, stored=stored)
 
 
 def from_hf(
@@ -78,24 +89,47 @@ def smollm2_path() -> Path:
 
 
 def _load_model(
-    cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None, device, max_positions: int | None
+    cls: type,
+    checkpoint_of: type,
+    path: Path,
+    dtype: torch.dtype | None,
+    device,
+    max_positions: int | None,
+    stored: bool = False,
 ):
     check_dtype(dtype)
     if max_positions is not None:
         check_size("max_positions", max_positions)
     dtype = torch.float32 if dtype is None else dtype
     device = torch.get_default_device() if device is None else torch.device(device)
+    if stored and device.type != "cpu":
+        raise ValueError(
+            f"attnpack: device: got {device}, want cpu: only the CPU multiplies weights as they are stored"
+        )
     with naming(path, "cannot be loaded", "get the checkpoint again, or give another"):
         checkpoint = checkpoint_of(path, max_positions)
         shapes = check_whole(checkpoint)
         model = _empty_model(cls, checkpoint, dtype)
-        state = {}
+        state = _stored_weights(model, checkpoint) if stored else {}
         for name in progress(model.state_dict(), f"loading {path.name}"):
+            if name in state:
+                continue
             weight = torch.empty(shapes[name], dtype=dtype, device=device)
             checkpoint.read(name, weight)
             state[name] = weight
         model.load_state_dict(state, strict=True, assign=True)
-    return model.eval()
+    return model.eval().requires_grad_(not stored)
+
+
+def _stored_weights(model: torch.nn.Module, checkpoint: GgufCheckpoint) -> dict[str, torch.Tensor]:
+    """The weights that stay as the file holds them, by name. Their layers become layers of stored weights."""
+    state = {}
+    for name in storable_layers(model):
+        blocks = checkpoint.blocks(f"{name}.weight")
+        if blocks is not None:
+            hold_stored(model, name, blocks)
+            state[f"{name}.weight"] = blocks
+    return state
 
 
 def check_whole(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:

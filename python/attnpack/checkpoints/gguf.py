@@ -105,11 +105,27 @@ class GgufCheckpoint(GgufSettings):
             self._read_latent_heads(piece.tensor, out)
             return
         self.file.read(piece.tensor, out, piece.first)
-        heads = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}.get(name.split(".")[-2])
-        if heads and self.family.interleaved:
-            # The file stores the rows of a RoPE pair at (2i, 2i + 1) of a head, Hugging Face at (i, i + head_dim / 2).
-            pairs = out.view(self.config[heads], self.config["head_dim"] // 2, 2, -1)
+        if heads := self._interleaved_heads(name):
+            pairs = out.view(heads, self.config["head_dim"] // 2, 2, -1)
             out.copy_(pairs.transpose(1, 2).reshape(out.shape))
+
+    def blocks(self, name: str) -> torch.Tensor | None:
+        """The weight of state_dict name `name` as the file holds it (`GgufFile.blocks`), q and k rows in Hugging Face's
+        order: only these are copied. None if the file holds it otherwise."""
+        piece = self.pieces[name]
+        if piece.tensor.endswith((_ABSORBED_KEYS, _ABSORBED_VALUES)) or len(piece.shape) != 2:
+            return None
+        found = self.file.blocks(piece.tensor, piece.first, piece.shape[0])
+        heads = self._interleaved_heads(name)
+        if found is None or not heads:
+            return found
+        return found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """How many heads a weight has whose rows the file stores by RoPE pairs, (2i, 2i + 1) of a head, where Hugging
+        Face has (i, i + head_dim / 2)."""
+        heads = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}.get(name.split(".")[-2])
+        return self.config[heads] if heads and self.family.interleaved else None
 
     def _pieces_of(self, name: str, names: dict[str, str]) -> dict[str, Piece]:
         """The tensors of the state dict that the file's tensor `name` holds, by their names."""

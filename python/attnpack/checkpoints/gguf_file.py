@@ -8,6 +8,7 @@ SmolLM2). The package `gguf` dequantises the tensors.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import struct
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 
 from ..errors import as_path
 from ..file_errors import brief, naming
+from ..ops.stored import STORED_LAYOUTS
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
@@ -32,6 +34,18 @@ _MOST_ITEMS = 3_000_000  # of all arrays together
 _ARRAY_COST = 10  # of an array in an array, in items
 _MOST_DIMS = 4  # as in ggml
 _DEEPEST = 16  # arrays in arrays
+
+# The types whose blocks are multiplied as they are, and where a block has numbers in fp16.
+_HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 @dataclass(frozen=True)
@@ -229,6 +243,30 @@ class GgufFile:
                 "the model itself"
             )
 
+    def blocks(self, name: str, first: int, rows: int) -> torch.Tensor | None:
+        """Rows of tensor `name` as the file holds them, [rows, blocks, bytes] uint8, in memory that is mapped from the
+        file. None for a type that is not multiplied as it is stored. Raises for a scale that is not finite."""
+        tensor = self.tensors[name]
+        halves = _HALVES.get(_type_name(tensor.type))
+        if halves is None or len(tensor.shape) < 2:
+            return None
+        with naming(self.path, f"tensor {brief(name)} cannot be mapped", "get it again"), self.path.open("rb") as file:
+            at, count = tensor.offset + first * tensor.row_bytes, rows * tensor.row_bytes
+            skipped = at % mmap.ALLOCATIONGRANULARITY
+            # Private pages: torch wants memory that could be written.
+            mapped = mmap.mmap(file.fileno(), skipped + count, access=mmap.ACCESS_COPY, offset=at - skipped)
+            found = torch.frombuffer(mapped, dtype=torch.uint8, offset=skipped, count=count)
+        size = STORED_LAYOUTS[_type_name(tensor.type)][1]
+        blocks = found.view(rows, tensor.row_bytes // size, size)
+        for part in blocks.split(max(1, _CHUNK_BYTES // tensor.row_bytes)):
+            for half in halves:
+                if not part[..., half : half + 2].contiguous().view(torch.float16).isfinite().all():
+                    raise ValueError(
+                        f"{self.path}: tensor {brief(name)} has a scale that is not finite; the file is damaged, get "
+                        "it again"
+                    )
+        return blocks
+
     def read(self, name: str, out: torch.Tensor, first: int = 0) -> None:
         """Dequantises tensor `name` into `out` (any floating dtype and device), in pieces: as many rows of the last
         dim as `out` has, from row `first` on; of a vector the numbers from `first` on."""
@@ -251,6 +289,12 @@ class GgufFile:
                 data = fromfile(file, dtype=uint8, count=chunk.shape[0] * tensor.row_bytes)
                 values = dequantize(data.reshape(chunk.shape[0], -1), GGMLQuantizationType(tensor.type))
                 chunk.copy_(torch.from_numpy(values))
+
+
+def _type_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
 
 
 def _padded(count: int, alignment: int) -> int:

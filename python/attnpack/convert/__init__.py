@@ -9,6 +9,7 @@ on whole checkpoints.
 from .from_torch import from_torch
 from .heads import layer_error, similar_groups, to_gqa, to_mqa
 from .latent import to_mla
+from .quantize import quantize_
 from .weights import LayerWeights, fuse_qkv, merge_kv_heads, pool_kv_heads, split_qkv
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "layer_error",
     "merge_kv_heads",
     "pool_kv_heads",
+    "quantize_",
     "similar_groups",
     "split_qkv",
     "to_gqa",

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from .. import errors
 from ..nn.causal_lm import CausalLM
 from ..nn.stack import EncoderDecoder
+from ..nn.stored import StoredEmbedding, StoredLinear
 from .agreement import agree
 from .collectives import as_group
 from .generate import generate, generate_from_source
@@ -40,7 +41,8 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
     Raises:
         ValueError: the ranks' parameters differ in name or shape, a number of heads does not divide among the ranks, or
-            a layer has parameters of its own, a norm over all heads, or a weight that has another share elsewhere.
+            a layer has parameters of its own, a norm over all heads, stored weights, or a weight that has another share
+            elsewhere.
             Later calls raise it for dropout of heads or hidden numbers in training, for nested tensors, and for inputs
             whose shapes differ between ranks. So do they for dropout of whole states where the ranks' generators
             differ.
@@ -49,6 +51,12 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
         raise errors.wrong_kind("mesh", mesh, "a DeviceMesh: torch.distributed.device_mesh.init_device_mesh makes one")
     if not isinstance(module, nn.Module):
         raise errors.wrong_kind("module", module, "a torch.nn.Module")
+    for path, child in module.named_modules():
+        if isinstance(child, StoredLinear | StoredEmbedding):
+            raise ValueError(
+                f"attnpack: {path or 'module'} holds stored weights (8 or 4 bits), which tensor parallelism cannot "
+                "cut: load the model with its weights expanded"
+            )
     group = as_group(mesh)
     agree("tensor_parallel", group, torch.device(mesh.device_type), **dict(module.named_parameters()))
     found = list(_units(module, "", mesh, {}))

@@ -180,11 +180,16 @@ class CausalLM(NativeModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         max_positions: int | None = None,
+        weights: str = "expanded",
     ) -> CausalLM:
-        """The model of a GGUF file, in evaluation mode: Llama and the architectures that `checkpoints.build` lists."""
+        """The model of a GGUF file, in evaluation mode: Llama and the architectures that `checkpoints.build` lists.
+
+        weights="stored" keeps quantised weights as the file holds them, and multiplies them as they are: such a model
+        has no gradients. `checkpoints.build` says what stays.
+        """
         from ..checkpoints import build
 
-        return build.from_gguf(cls, path, dtype=dtype, device=device, max_positions=max_positions)
+        return build.from_gguf(cls, path, dtype=dtype, device=device, max_positions=max_positions, weights=weights)
 
     @classmethod
     def from_hf(

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from .. import ops
 from .._C import linear_layers
+from ..ops.stored import is_stored
+from .stored import StoredLinear
 
 is_watched = linear_layers.is_watched
 """Whether a module has hooks or a forward of its own, so that a call does more than its class says."""
@@ -38,6 +40,10 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..
 def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """`project` by each of the layers; one call of ``attnpack.ops.linears`` if all of them are plain."""
     found = None if _is_compiling() else linear_layers.project(layers, x)
+    if found is None and all(type(layer) is StoredLinear and not is_watched(layer) for layer in layers):
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if len(biases) in (0, len(layers)):
+            return ops.stored_linears(x, [layer.weight for layer in layers], biases)
     return [project(layer, x) for layer in layers] if found is None else found
 
 
@@ -54,7 +60,9 @@ def low_rank(layer: nn.Module, x: Tensor) -> Tensor:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., in] times weight [out, in] plus bias [out]. torch's linear computes it while a graph is traced, and
-    for tensors of other types, such as a quantised weight."""
+    for tensors of other types, such as a quantised weight. The weight may also be stored blocks."""
+    if is_stored(weight):
+        return ops.stored_linear(input, weight, bias)
     if not _is_compiling() and type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor:
         return ops.linear(input, weight, bias)
     return F.linear(input, weight, bias)

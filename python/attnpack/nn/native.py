@@ -16,10 +16,12 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import cpp
 from .._C import checks, linear_layers
 from ..errors import wrong_kind
+from ..ops.stored import is_stored
 from ..signatures import HasForward, HasTwin, P, Result, Twin
+from .stored import StoredEmbedding, StoredLinear
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
-_PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
+_PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, StoredLinear, StoredEmbedding)
 
 
 class NativeModule(nn.Module):
@@ -110,6 +112,9 @@ class NativeModule(nn.Module):
         module = cls._shell(twin)
         for name, tensor in twin.named_parameters():
             owner, _, own_name = name.rpartition(".")
+            if is_stored(tensor):
+                hold_stored(module, owner, tensor)
+                continue
             if type(tensor) is Tensor:
                 tensor.__class__ = nn.Parameter  # the same tensor for both languages: nn.Parameter(tensor) is another
             setattr(module.get_submodule(owner), own_name, tensor)
@@ -137,6 +142,18 @@ class NativeModule(nn.Module):
             return tuple(value) if isinstance(value, list) else value
 
         return {name: ours(value) for name, value in twin.options().items() if name not in cls._not_of_twin}
+
+
+def hold_stored(module: nn.Module, name: str, blocks: Tensor) -> None:
+    """Puts a layer of stored weights in the place of the linear layer or the embedding `name`."""
+    parent, _, own_name = name.rpartition(".")
+    layer = module.get_submodule(name)
+    if isinstance(layer, nn.Embedding | StoredEmbedding):
+        numbers = (x.dtype for x in module.parameters() if x.is_floating_point())
+        made: nn.Module = StoredEmbedding.from_blocks(blocks, next(numbers, None))
+    else:
+        made = StoredLinear.from_blocks(blocks, layer.bias)
+    setattr(module.get_submodule(parent), own_name, made.train(layer.training))
 
 
 def dropped(x: Tensor, module: nn.Module) -> Tensor:
@@ -209,6 +226,12 @@ def _refuse_foreign(module: nn.Module) -> None:
             raise TypeError(
                 f"attnpack: {where} is a {kind.__name__} whose class was given another forward, which C++ would not "
                 "run. Restore it, or call the Python module"
+            )
+        weight = getattr(child, "weight", None)
+        if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "placements"):  # which DTensors have
+            raise TypeError(
+                f"attnpack: {where} has a weight of the class {type(weight).__name__}, which C++ cannot multiply. Call "
+                "the Python module, or take attnpack.convert.quantize_ for weights of 8 or 4 bits"
             )
         if getattr(child, "max_norm", None) is not None:
             raise TypeError(

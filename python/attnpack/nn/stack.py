@@ -21,12 +21,14 @@ from ..errors import (
     wrong_kind,
 )
 from ..ops import nested
+from ..ops.stored import is_stored
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
 from .kept_twin import generate_by_twin
 from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths, positions_here, refuse_spread
+from .stored import StoredEmbedding
 
 
 class _Stack(NativeModule):
@@ -82,7 +84,7 @@ class _Stack(NativeModule):
             return
         x = nested.one_row(name, x)
         if self.embed_tokens is not None:
-            plain = type(self.embed_tokens) is nn.Embedding and not is_offloaded(self.embed_tokens)
+            plain = type(self.embed_tokens) in (nn.Embedding, StoredEmbedding) and not is_offloaded(self.embed_tokens)
             check_ids(name, x, self.embed_tokens.weight if plain else None)
         elif isinstance(x, Tensor):
             checks.states(name, x, self.layers[0].embed_dim)
@@ -136,18 +138,27 @@ class _Stack(NativeModule):
             "layers": [NativeModule._shell(layer) for layer in parts["layers"].children()],
             "embed_scale": twin.embed_scale,
             "dropout": twin.dropout,
-            **{name: nn.Embedding.from_pretrained(table) for name, table in tables.items()},
+            **{name: _shell_of_table(table) for name, table in tables.items()},
             **(arguments_of_norm(parts["norm"]) if "norm" in parts else {"norm": None}),
         }
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         tables = {
-            name: cpp.Embedding(*getattr(self, name).weight.shape, device=device)
+            name: cpp.Embedding(*_table_shape(getattr(self, name)), device=device)
             for name in ("embed_tokens", "embed_positions")
             if getattr(self, name) is not None
         }
         layers = [layer.cpp() for layer in self.layers]
         return self._cpp_class(layers, **tables, **self._live_config())
+
+
+def _table_shape(table: nn.Module) -> tuple[int, ...]:
+    stored = isinstance(table, StoredEmbedding)
+    return (table.num_embeddings, table.embedding_dim) if stored else tuple(table.weight.shape)
+
+
+def _shell_of_table(table: Tensor) -> nn.Module:
+    return StoredEmbedding.from_blocks(table) if is_stored(table) else nn.Embedding.from_pretrained(table)
 
 
 class Encoder(_Stack):

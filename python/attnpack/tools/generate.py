@@ -22,6 +22,7 @@ class Answer:
     tokens_per_second: float  # after the first token
     positions: int  # in the cache at the end
     kv_bytes: int  # of the keys and values of these positions in all layers
+    weight_bytes: int  # of the model's parameters
 
 
 def answer(
@@ -69,6 +70,7 @@ def answer(
         tokens_per_second=(new_tokens - 1) / max(moments[-1] - moments[1], 1e-9),
         positions=len(cache),
         kv_bytes=cache.nbytes,
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
 
 
@@ -81,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
         )
     path = args.model or checkpoints.smollm2_path()
     tokenizer = checkpoints.load_tokenizer(path)
-    model = checkpoints.load(path, DTYPES[args.dtype])
+    model = checkpoints.load(path, DTYPES[args.dtype], args.weights)
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     write = (lambda piece: None) if args.json else write_to_stdout

@@ -28,9 +28,22 @@ const Isa& chosen_isa() {
   return isa;
 }
 
+// The last instruction set that is present, unless one is named.
+const Isa& choose_for_bytes() {
+  const char* named = std::getenv("ATTNPACK_ISA");
+  const Isa* best = &chosen_isa();
+  for (const Isa& isa : kIsas)
+    if (isa.present && !(named && *named)) best = &isa;
+  return *best;
+}
+
 }  // namespace
 
 const char* instruction_set() { return chosen_isa().name; }
 const Kernels& kernels_in_use() { return chosen_isa().kernels; }
+const Kernels& byte_kernels() {
+  static const Isa& isa = choose_for_bytes();
+  return isa.kernels;
+}
 
 }  // namespace attnpack

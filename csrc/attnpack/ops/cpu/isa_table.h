@@ -20,6 +20,11 @@ namespace attnpack {
    Split<isa::backward, plain::backward>::by_bf16,                 \
    isa::linear_scratch,                                            \
    isa::linear_rows,                                               \
+   isa::has_byte_products,                                         \
+   isa::round_input,                                               \
+   isa::stored_linear_scratch,                                     \
+   isa::stored_linear_rows,                                        \
+   isa::widen_stored_rows,                                         \
    plain::linear_attention_scratch,                                \
    plain::linear_attention,                                        \
    plain::linear_attention_backward_scratch,                       \

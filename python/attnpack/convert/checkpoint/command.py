@@ -9,9 +9,13 @@ from dataclasses import asdict
 from ...errors import DTYPES
 from .conversion import ConversionReport, Request, convert_checkpoint
 from .streams import LONGEST
+from .to_gguf import write_gguf
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.to_gguf:
+        print("\n".join(write_gguf(args.source, args.out, args.to_gguf)))
+        return
     request = Request(
         kv_heads=args.kv_heads,
         method=args.method,

@@ -4,6 +4,7 @@
 
 #include <attnpack/core/params.h>
 #include <attnpack/core/quantized.h>
+#include <attnpack/core/stored.h>
 
 // The units of work of one instruction set. The result of a unit does not depend on other units, on the thread count or
 // on the batch. So results are bitwise the same however units are handed out.
@@ -34,6 +35,14 @@ struct Kernels {
   // range of a layer that reads the same rows.
   size_t (*linear_scratch)(const LinearParams&);
   void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
+
+  // A linear layer on stored weights. round_input comes first, for all rows; a range that is not the last one of a call
+  // has kStoredRows rows, and kStoredOutputs outputs or a multiple of that.
+  bool (*has_byte_products)();  // whether rounded inputs are faster than widened weights
+  void (*round_input)(const StoredLinearParams&, Range rows);
+  size_t (*stored_linear_scratch)(const StoredLinearParams&);
+  void (*stored_linear_rows)(const StoredLinearParams&, Range rows, Range outputs, void* scratch);
+  void (*widen_stored_rows)(const StoredRowsParams&, Range rows);
 
   // A value head of a sequence of linear attention, and the gradients of the value heads of a key head.
   size_t (*linear_attention_scratch)(const LinearAttentionParams&);
@@ -117,6 +126,11 @@ constexpr int64_t kConvTokens = 128, kConvChannels = 256;
   void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);                 \
   size_t linear_scratch(const LinearParams&);                                                    \
   void linear_rows(const LinearParams&, Range, void*);                                           \
+  bool has_byte_products();                                                                      \
+  void round_input(const StoredLinearParams&, Range);                                            \
+  size_t stored_linear_scratch(const StoredLinearParams&);                                       \
+  void stored_linear_rows(const StoredLinearParams&, Range, Range, void*);                       \
+  void widen_stored_rows(const StoredRowsParams&, Range);                                        \
   size_t linear_attention_scratch(const LinearAttentionParams&);                                 \
   void linear_attention(const LinearAttentionParams&, int64_t, int64_t, void*);                  \
   size_t linear_attention_backward_scratch(const LinearAttentionBackwardParams&);                \

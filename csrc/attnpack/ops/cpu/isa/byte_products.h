@@ -1,0 +1,164 @@
+#pragma once
+
+#include <attnpack/ops/cpu/isa/simd.h>
+
+// Sums of products of bytes, by VPDPBUSD or, where the CPU lacks it, by VPMADDUBSW; and the bytes of several rows, side
+// by side. A vector has a lane of 32 bits per row.
+namespace attnpack::ATTNPACK_ISA {
+
+#if !defined(__AVX2__)
+constexpr bool kByteProducts = false;
+#else
+constexpr bool kByteProducts = true;
+#if defined(__AVX512VNNI__)
+constexpr bool kWideCodes = true;  // whether unsigned codes of 8 bits may be multiplied
+#else
+constexpr bool kWideCodes = false;  // 16 bits hold two products of codes to 128, not of codes to 255
+#endif
+
+#if defined(__AVX512F__)
+typedef __m512i Bytes;
+typedef __m512 Floats;
+inline Bytes all_of(int32_t x) { return _mm512_set1_epi32(x); }
+inline Floats all_of(float x) { return _mm512_set1_ps(x); }
+inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
+inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+inline void store_floats(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline Floats to_floats(Bytes x) { return _mm512_cvtepi32_ps(x); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Bytes bits_of(Bytes a, int32_t mask) { return _mm512_and_si512(a, _mm512_set1_epi32(mask)); }
+inline Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+inline Bytes flipped(Bytes a, int32_t mask) { return _mm512_xor_si512(a, _mm512_set1_epi32(mask)); }
+inline Bytes add(Bytes a, Bytes b) { return _mm512_add_epi32(a, b); }
+inline Bytes multiply(Bytes a, int32_t b) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(b)); }
+template <int Bits>
+inline Bytes shifted_right(Bytes a) {
+  return _mm512_srli_epi32(a, Bits);
+}
+template <int Bits>
+inline Bytes shifted_left(Bytes a) {
+  return _mm512_slli_epi32(a, Bits);
+}
+template <int Byte>
+inline Bytes signed_byte(Bytes a) {
+  return _mm512_srai_epi32(_mm512_slli_epi32(a, 24 - 8 * Byte), 24);
+}
+// The numbers of 16 bits in the lower halves of the lanes.
+inline Floats lower_halves(Bytes a) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(a)); }
+
+#if defined(__AVX512VNNI__)
+// sum + the products of four unsigned and four signed bytes, lane by lane. As an instruction of its own, because GCC 12
+// copies the sums of its builtin in every round of a loop.
+inline Bytes add_products(Bytes sum, Bytes codes, Bytes x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+  return sum;
+}
+#else
+inline Bytes add_products(Bytes sum, Bytes codes, Bytes x) {
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)));
+}
+#endif
+// The same for signed codes.
+inline Bytes add_signed_products(Bytes sum, Bytes codes, Bytes x) {
+  const Bytes turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), x);
+  return add_products(sum, _mm512_abs_epi8(codes), turned);
+}
+
+// The first 16 bytes of 16 rows: vector i has bytes 4 i to 4 i + 3 of each row.
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
+  Bytes rows[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto row = [&](int lane) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + (4 * lane + i) * stride));
+    };
+    rows[i] = _mm512_mask_broadcast_i32x4(_mm512_castsi128_si512(row(0)), 0x00f0, row(1));
+    rows[i] = _mm512_mask_broadcast_i32x4(rows[i], 0x0f00, row(2));
+    rows[i] = _mm512_mask_broadcast_i32x4(rows[i], 0xf000, row(3));
+  }
+  const Bytes a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpackhi_epi32(rows[0], rows[1]),
+              c = _mm512_unpacklo_epi32(rows[2], rows[3]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  to[0] = _mm512_unpacklo_epi64(a, c);
+  to[1] = _mm512_unpackhi_epi64(a, c);
+  to[2] = _mm512_unpacklo_epi64(b, d);
+  to[3] = _mm512_unpackhi_epi64(b, d);
+}
+#else
+typedef __m256i Bytes;
+typedef __m256 Floats;
+inline Bytes all_of(int32_t x) { return _mm256_set1_epi32(x); }
+inline Floats all_of(float x) { return _mm256_set1_ps(x); }
+inline Bytes load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_bytes(void* p, Bytes x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline Floats to_floats(Bytes x) { return _mm256_cvtepi32_ps(x); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Bytes bits_of(Bytes a, int32_t mask) { return _mm256_and_si256(a, _mm256_set1_epi32(mask)); }
+inline Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes flipped(Bytes a, int32_t mask) { return _mm256_xor_si256(a, _mm256_set1_epi32(mask)); }
+inline Bytes add(Bytes a, Bytes b) { return _mm256_add_epi32(a, b); }
+inline Bytes multiply(Bytes a, int32_t b) { return _mm256_mullo_epi32(a, _mm256_set1_epi32(b)); }
+template <int Bits>
+inline Bytes shifted_right(Bytes a) {
+  return _mm256_srli_epi32(a, Bits);
+}
+template <int Bits>
+inline Bytes shifted_left(Bytes a) {
+  return _mm256_slli_epi32(a, Bits);
+}
+template <int Byte>
+inline Bytes signed_byte(Bytes a) {
+  return _mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * Byte), 24);
+}
+inline Floats lower_halves(Bytes a) {
+  const Bytes low = bits_of(a, 0xffff);
+  return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+}
+inline Bytes add_products(Bytes sum, Bytes codes, Bytes x) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+inline Bytes add_signed_products(Bytes sum, Bytes codes, Bytes x) {
+  return add_products(sum, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+}
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
+  Bytes rows[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto row = [&](int lane) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + (4 * lane + i) * stride));
+    };
+    rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(1), 1);
+  }
+  const Bytes a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]),
+              c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
+  to[0] = _mm256_unpacklo_epi64(a, c);
+  to[1] = _mm256_unpackhi_epi64(a, c);
+  to[2] = _mm256_unpacklo_epi64(b, d);
+  to[3] = _mm256_unpackhi_epi64(b, d);
+}
+#endif
+
+inline Floats upper_halves(Bytes a) { return lower_halves(shifted_right<16>(a)); }
+
+// Four bytes of each row.
+inline Bytes load_column(const uint8_t* p, int64_t stride) {
+  const auto four = [&](int lane) {
+    const auto at = [&](int i) {
+      int32_t x;
+      __builtin_memcpy(&x, p + (4 * lane + i) * stride, 4);
+      return x;
+    };
+    return _mm_insert_epi32(_mm_insert_epi32(_mm_insert_epi32(_mm_cvtsi32_si128(at(0)), at(1), 1), at(2), 2), at(3), 3);
+  };
+#if defined(__AVX512F__)
+  const Bytes low = _mm512_inserti32x4(_mm512_castsi128_si512(four(0)), four(1), 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(low, four(2), 2), four(3), 3);
+#else
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
+#endif
+}
+#endif
+
+}  // namespace attnpack::ATTNPACK_ISA

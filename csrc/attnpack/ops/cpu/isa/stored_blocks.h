@@ -1,0 +1,214 @@
+#pragma once
+
+#include <attnpack/core/stored.h>
+#include <attnpack/ops/cpu/isa/byte_products.h>
+
+// The blocks of stored weights: as numbers, and as codes of several rows side by side. In both, a number is
+// scale * code + offset with a code that is not negative.
+namespace attnpack::ATTNPACK_ISA {
+
+template <class F>
+decltype(auto) with_format(StoredFormat format, F&& f) {
+  switch (format) {
+#define ATTNPACK_CASE(name)   \
+  case StoredFormat::k##name: \
+    return f(std::integral_constant<StoredFormat, StoredFormat::k##name>());
+    ATTNPACK_CASE(Q8_0)
+    ATTNPACK_CASE(Q4_0)
+    ATTNPACK_CASE(Q4_1)
+    ATTNPACK_CASE(Q5_0)
+    ATTNPACK_CASE(Q5_1)
+    ATTNPACK_CASE(Q4_K)
+    ATTNPACK_CASE(Q5_K)
+#undef ATTNPACK_CASE
+    default:
+      return f(std::integral_constant<StoredFormat, StoredFormat::kQ6_K>());
+  }
+}
+
+template <StoredFormat kFormat>
+constexpr const StoredLayout& kLayout = kStoredLayouts[static_cast<int>(kFormat)];
+
+inline float half_number(const uint8_t* p) {
+  Float16 half;
+  __builtin_memcpy(&half, p, 2);
+  return load_one(&half);
+}
+
+// The scale and the offset of part i of a block of Q4_K or Q5_K, each 6 bits.
+inline int packed_scale(const uint8_t* x, int i) { return i < 4 ? x[i] & 63 : (x[i + 4] & 15) | (x[i - 4] >> 2 & 48); }
+inline int packed_offset(const uint8_t* x, int i) { return i < 4 ? x[i + 4] & 63 : x[i + 4] >> 4 | (x[i] >> 2 & 48); }
+
+// The numbers of a block.
+template <StoredFormat kFormat>
+inline void read_block(const uint8_t* p, float* to) {
+  using F = StoredFormat;
+  constexpr bool kOffset = kFormat == F::kQ4_1 || kFormat == F::kQ5_1,
+                 kFive = kFormat == F::kQ5_0 || kFormat == F::kQ5_1;
+  if constexpr (kFormat == F::kQ8_0) {
+    const float scale = half_number(p);
+    for (int i = 0; i < 32; ++i) to[i] = scale * static_cast<float>(static_cast<int8_t>(p[2 + i]));
+  } else if constexpr (kFormat == F::kQ6_K) {
+    const float scale = half_number(p + 208);
+    for (int i = 0; i < 256; ++i) {
+      const int part = i / 128, of_part = i % 128, run = of_part / 32;
+      const int low = p[part * 64 + of_part % 64] >> run / 2 * 4 & 15,
+                high = p[128 + part * 32 + i % 32] >> 2 * run & 3;
+      to[i] =
+          scale * static_cast<float>(static_cast<int8_t>(p[192 + i / 16])) * static_cast<float>((low | high << 4) - 32);
+    }
+  } else if constexpr (kFormat == F::kQ4_K || kFormat == F::kQ5_K) {
+    const float scale = half_number(p), offset = half_number(p + 2);
+    const uint8_t *const high = p + 16, *const codes = kFormat == F::kQ5_K ? p + 48 : p + 16;
+    for (int part = 0; part < 8; ++part) {
+      const float own = scale * static_cast<float>(packed_scale(p + 4, part)),
+                  less = offset * static_cast<float>(packed_offset(p + 4, part));
+      for (int i = 0; i < 32; ++i) {
+        int code = codes[part / 2 * 32 + i] >> part % 2 * 4 & 15;
+        if (kFormat == F::kQ5_K) code |= (high[i] >> part & 1) << 4;
+        to[part * 32 + i] = own * static_cast<float>(code) - less;
+      }
+    }
+  } else {
+    const float scale = half_number(p), offset = kOffset ? half_number(p + 2) : 0;
+    const uint8_t* const codes = p + 2 + (kOffset ? 2 : 0) + (kFive ? 4 : 0);
+    uint32_t high = 0;
+    if (kFive) __builtin_memcpy(&high, codes - 4, 4);
+    for (int i = 0; i < 32; ++i) {
+      int code = codes[i % 16] >> i / 16 * 4 & 15;
+      if (kFive) code |= (high >> i & 1) << 4;
+      if (!kOffset) code -= kFive ? 16 : 8;
+      to[i] = scale * static_cast<float>(code) + offset;
+    }
+  }
+}
+
+#if defined(__AVX2__)
+
+// Whether codes are multiplied as signed numbers: 8 bits that the CPU cannot multiply as unsigned ones.
+template <StoredFormat kFormat>
+constexpr bool kSigned = kFormat == StoredFormat::kQ8_0 && !kWideCodes;
+// Numbers that share a scale.
+template <StoredFormat kFormat>
+constexpr int kScaled = kFormat == StoredFormat::kQ6_K ? 16 : 32;
+
+constexpr int32_t kNibbles = 0x0f0f0f0f;
+
+template <int Byte>
+inline Floats unsigned_byte(Bytes x) {
+  return to_floats(bits_of(shifted_right<8 * Byte>(x), 255));
+}
+
+// Bits 4 i to 4 i + 3 of each lane, as the bits 4 of its bytes.
+template <int I>
+inline Bytes fifth_bits(Bytes x) {
+  return shifted_left<4>(bits_of(multiply(bits_of(shifted_right<4 * I>(x), 15), 0x00204081), 0x01010101));
+}
+
+template <int... I, class F>
+inline void unrolled(std::integer_sequence<int, I...>, F&& f) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int Count, class F>
+inline void unrolled(F&& f) {
+  unrolled(std::make_integer_sequence<int, Count>(), f);
+}
+
+// The same block of several rows, `stride` bytes apart. to.put_codes(i, codes): four codes, 4 i to 4 i + 3, of each
+// row. to.put_scale(i, scale, offset): those of the i-th kScaled numbers.
+template <StoredFormat kFormat, class To>
+[[gnu::always_inline]] inline void unpack_block(const uint8_t* p, int64_t stride, const To& to) {
+  using F = StoredFormat;
+  constexpr bool kOffset = kFormat == F::kQ4_1 || kFormat == F::kQ5_1,
+                 kFive = kFormat == F::kQ5_0 || kFormat == F::kQ5_1;
+  Bytes x[4];
+  if constexpr (kFormat == F::kQ8_0) {
+    const Floats scale = lower_halves(load_column(p, stride));
+    to.put_scale(0, scale, scale * -128.0f);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      load_columns(p + 2 + 16 * half, stride, x);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        to.put_codes(4 * half + i, kSigned<kFormat> ? x[i] : flipped(x[i], static_cast<int32_t>(0x80808080)));
+    }
+  } else if constexpr (kFormat == F::kQ6_K) {
+    const Floats scale = upper_halves(load_column(p + 206, stride));
+    load_columns(p + 192, stride, x);
+    unrolled<16>([&](auto i) {
+      const Floats own = scale * to_floats(signed_byte<i % 4>(x[i / 4]));
+      to.put_scale(i, own, own * -32.0f);
+    });
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+#pragma GCC unroll 4
+      for (int quarter = 0; quarter < 4; ++quarter) {  // of the 64 bytes with lower bits: two runs of numbers each
+        Bytes high[4];
+        load_columns(p + part * 64 + quarter * 16, stride, x);
+        load_columns(p + 128 + part * 32 + quarter % 2 * 16, stride, high);
+        const int first = part * 32 + quarter * 4;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const Bytes upper = quarter < 2 ? high[i] : shifted_right<2>(high[i]);
+          to.put_codes(first + i, either(bits_of(x[i], kNibbles), bits_of(shifted_left<4>(upper), 0x30303030)));
+          to.put_codes(first + 16 + i, either(bits_of(shifted_right<4>(x[i]), kNibbles), bits_of(upper, 0x30303030)));
+        }
+      }
+    }
+  } else if constexpr (kFormat == F::kQ4_K || kFormat == F::kQ5_K) {
+    load_columns(p, stride, x);
+    const Floats scale = lower_halves(x[0]), offset = -upper_halves(x[0]);
+    const Bytes scales[2] = {bits_of(x[1], 0x3f3f3f3f),
+                             either(bits_of(x[3], kNibbles), bits_of(shifted_right<2>(x[1]), 0x30303030))};
+    const Bytes offsets[2] = {bits_of(x[2], 0x3f3f3f3f), either(bits_of(shifted_right<4>(x[3]), kNibbles),
+                                                                bits_of(shifted_right<2>(x[2]), 0x30303030))};
+    unrolled<8>([&](auto i) {
+      to.put_scale(i, scale * unsigned_byte<i % 4>(scales[i / 4]), offset * unsigned_byte<i % 4>(offsets[i / 4]));
+    });
+    Bytes high[8];
+    if constexpr (kFormat == F::kQ5_K) {
+      load_columns(p + 16, stride, x);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) high[i] = x[i];
+      load_columns(p + 32, stride, x);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) high[4 + i] = x[i];
+    }
+    const uint8_t* const codes = kFormat == F::kQ5_K ? p + 48 : p + 16;
+    unrolled<8>([&](auto piece) {  // 16 bytes: codes of two parts of the block
+      constexpr int kPart = piece / 2 * 2, kHalf = piece % 2 * 4;
+      load_columns(codes + 16 * piece, stride, x);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        Bytes low = bits_of(x[i], kNibbles), up = bits_of(shifted_right<4>(x[i]), kNibbles);
+        if constexpr (kFormat == F::kQ5_K) {
+          low = either(low, bits_of(shifted_left<4>(shifted_right<kPart>(high[kHalf + i])), 0x10101010));
+          up = either(up, bits_of(shifted_left<4>(shifted_right<kPart + 1>(high[kHalf + i])), 0x10101010));
+        }
+        to.put_codes(kPart * 8 + kHalf + i, low);
+        to.put_codes(kPart * 8 + 8 + kHalf + i, up);
+      }
+    });
+  } else {
+    const uint8_t* const codes = p + 2 + (kOffset ? 2 : 0) + (kFive ? 4 : 0);
+    const Bytes head = load_column(p, stride);
+    const Floats scale = lower_halves(head);
+    to.put_scale(0, scale, kOffset ? upper_halves(head) : scale * (kFive ? -16.0f : -8.0f));
+    Bytes high{};
+    if constexpr (kFive) high = load_column(codes - 4, stride);
+    load_columns(codes, stride, x);
+    unrolled<4>([&](auto i) {
+      Bytes low = bits_of(x[i], kNibbles), up = bits_of(shifted_right<4>(x[i]), kNibbles);
+      if constexpr (kFive) {
+        low = either(low, fifth_bits<i>(high));
+        up = either(up, fifth_bits<4 + i>(high));
+      }
+      to.put_codes(i, low);
+      to.put_codes(4 + i, up);
+    });
+  }
+}
+
+#endif
+
+}  // namespace attnpack::ATTNPACK_ISA

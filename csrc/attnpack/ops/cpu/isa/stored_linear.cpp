@@ -1,0 +1,327 @@
+#include <attnpack/ops/cpu/isa/stored_blocks.h>
+#include <attnpack/ops/cpu/isa/tile.h>
+
+// Linear layers on stored weights. The input is rounded to 8 bits in blocks of 32. The codes of some outputs are
+// unpacked into a panel in the L1 cache, which all rows of the input multiply as integers:
+//   y = sum over blocks of  scale * scale_of_x * (codes . codes_of_x) + offset * sum_of_x
+namespace attnpack::ATTNPACK_ISA {
+
+namespace {
+
+#if defined(__AVX2__)
+// Rows of the input and vectors of outputs whose sums stand in registers.
+constexpr int64_t kRowsTogether = kRegisters == 32 ? 6 : 2;
+#else
+constexpr int64_t kRowsTogether = 1;
+#endif
+
+// The rounded blocks of rows that are multiplied together stand side by side: [tile][block][row of the tile].
+struct RoundedTile {
+  RoundedBlock* first;
+  int64_t rows;
+  RoundedTile(const StoredLinearParams& p, int64_t row)
+      : first(p.rounded + row / kRowsTogether * kRowsTogether * (p.inputs / kRoundedBlock)),
+        rows(smaller(kRowsTogether, p.rows - row / kRowsTogether * kRowsTogether)) {}
+  RoundedBlock& at(int64_t block, int64_t row) const { return first[block * rows + row]; }
+};
+
+// f(an element of the dtype); the products know no fp64.
+template <class F>
+void dispatch_stored(DType dtype, F&& f) {
+  if (dtype == DType::kFloat32) return f(float{});
+  if (dtype == DType::kBFloat16) return f(BFloat16{});
+  f(Float16{});
+}
+
+typedef int8_t Codes __attribute__((vector_size(kVectorBytes / 4)));  // as many as a vector has floats
+
+template <class S>
+void round_block(const S* x, RoundedBlock& to) {
+  constexpr int kVectors = static_cast<int>(kRoundedBlock) / kLanes<float>;
+  Vec<float> v[kVectors], largest{}, not_finite{};
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = load<float>(x + i * kLanes<float>);
+    largest = Larger()(v[i] < 0 ? -v[i] : v[i], largest);  // of a NaN and a number the number
+    not_finite += v[i] * 0.0f;
+  }
+  const float top = fold_lanes<float>(largest, Larger()), finite = fold_lanes<float>(not_finite, Add());
+  const float factor = top > 0x1p-100f && finite == 0 ? 127.0f / top : 0.0f;
+  to.scale = top * (1.0f / 127.0f) + finite;
+  float sums[2] = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) {
+    const Vec<float> code = factor == 0 ? Vec<float>{} : (v[i] * factor + 12582912.0f) - 12582912.0f;
+    sums[2 * i / kVectors] += fold_lanes<float>(code, Add());
+    const auto codes = __builtin_convertvector(__builtin_convertvector(code, VectorTypes<float>::Int), Codes);
+    __builtin_memcpy(to.codes + i * kLanes<float>, &codes, sizeof(codes));
+  }
+  to.sum = to.scale * (sums[0] + sums[1]);
+  to.half[0] = to.scale * sums[0];
+  to.half[1] = to.scale * sums[1];
+}
+
+#if defined(__AVX2__)
+constexpr int kVectors = 2;
+constexpr int64_t kOutputs = kVectors * kLanes<float>;  // of a panel
+#else
+constexpr int64_t kOutputs = 1;
+#endif
+
+template <class S>
+void store_outputs(const StoredLinearParams& p, Range rows, int64_t output, int64_t count, const float* sums) {
+  float bias[kOutputs] = {};
+  for (int64_t i = 0; p.bias && i < count; ++i) bias[i] = load_one(static_cast<const S*>(p.bias) + output + i);
+  for (int64_t r = rows.begin; r < rows.end; ++r, sums += kOutputs) {
+    S* const out = static_cast<S*>(p.out) + r * p.outputs + output;
+    for (int64_t i = 0; i < count; ++i) store_one(out + i, sums[i] + bias[i]);
+  }
+}
+
+#if defined(__AVX2__)
+
+constexpr int64_t kPanelInputs = 512;  // most inputs of a panel
+constexpr int64_t kMostRowBytes = kPanelInputs / 32 * 34;
+
+// Codes [input / 4][vector] and, for each kScaled inputs, scales and offsets [vector].
+struct Panel {
+  uint8_t* codes;
+  float *scales, *offsets;
+  uint8_t* rest;  // fewer than kOutputs rows of the weight, with zeros after them
+  float* sums;    // [rows][kOutputs]
+  Panel(int64_t rows, Arena& arena)
+      : codes(arena.take<uint8_t>(kPanelInputs * kOutputs)),
+        scales(arena.take<float>(kPanelInputs / 16 * kOutputs)),
+        offsets(arena.take<float>(kPanelInputs / 16 * kOutputs)),
+        rest(arena.take<uint8_t>(kOutputs * kMostRowBytes)),
+        sums(arena.take<float>(rows * kOutputs)) {}
+};
+
+// Where unpack_block puts the codes of a vector of outputs.
+template <int kScaledNumbers>
+struct PanelColumn {
+  const Panel& panel;
+  int64_t input;
+  int vector;
+  [[gnu::always_inline]] void put_codes(int i, Bytes codes) const {
+    store_bytes(panel.codes + ((input / 4 + i) * kVectors + vector) * kVectorBytes, codes);
+  }
+  [[gnu::always_inline]] void put_scale(int i, Floats scale, Floats offset) const {
+    const int64_t at = ((input / kScaledNumbers + i) * kVectors + vector) * kLanes<float>;
+    store_floats(panel.scales + at, scale);
+    store_floats(panel.offsets + at, offset);
+  }
+};
+
+// The same memory of the panel that is read next is prefetched meanwhile, `ahead` bytes further on.
+template <StoredFormat kFormat>
+[[gnu::noinline]] void fill_panel(const uint8_t* p, int64_t row_bytes, int64_t inputs, int64_t ahead,
+                                  const Panel& panel) {
+  constexpr int64_t kNumbers = kLayout<kFormat>.numbers, kBytes = kLayout<kFormat>.bytes;
+  for (int64_t i = 0; i < inputs / kNumbers; ++i) {
+#pragma GCC unroll 1
+    for (int v = 0; v < kVectors; ++v) {
+      const uint8_t* const first = p + v * kLanes<float> * row_bytes + i * kBytes;
+      if (ahead)
+        for (int64_t line = (-i * kBytes & 63); line < kBytes; line += 64)
+#pragma GCC unroll 16
+          for (int r = 0; r < kLanes<float>; ++r) __builtin_prefetch(first + r * row_bytes + line + ahead, 0, 2);
+      unpack_block<kFormat>(first, row_bytes, PanelColumn<kScaled<kFormat>>{panel, i * kNumbers, v});
+    }
+  }
+}
+
+// sums[r, o] (+)= the products of a panel with some rows. Each sum takes its terms in one order, whatever Rows is.
+template <StoredFormat kFormat, int Rows>
+[[gnu::noinline]] void multiply_panel(const Panel& panel, const RoundedBlock* x, int64_t blocks, bool further,
+                                      float* sums) {
+  constexpr int kParts = 32 / kScaled<kFormat>, kGroups = kScaled<kFormat> / 4, kChains = Rows == 1 ? 2 : 1;
+  Floats total[Rows][kVectors];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v)
+      total[r][v] = further ? load_floats(sums + r * kOutputs + v * kLanes<float>) : Floats{};
+  const uint8_t* codes = panel.codes;
+  const float *scales = panel.scales, *offsets = panel.offsets;
+  for (int64_t b = 0; b < blocks; ++b, x += Rows) {
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      Bytes sum[kChains][Rows][kVectors];
+#pragma GCC unroll 2
+      for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 6
+        for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) sum[c][r][v] = Bytes{};
+#pragma GCC unroll 8
+      for (int g = 0; g < kGroups; ++g) {
+        Bytes code[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) code[v] = load_bytes(codes + (g * kVectors + v) * kVectorBytes);
+#pragma GCC unroll 6
+        for (int r = 0; r < Rows; ++r) {
+          int32_t four;
+          __builtin_memcpy(&four, x[r].codes + (part * kGroups + g) * 4, 4);
+          const Bytes of_x = all_of(four);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) {
+            Bytes& to = sum[g % kChains][r][v];
+            to = kSigned<kFormat> ? add_signed_products(to, code[v], of_x) : add_products(to, code[v], of_x);
+          }
+        }
+      }
+      codes += kGroups * kVectors * kVectorBytes;
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) {
+        const Floats scale_of_x = all_of(x[r].scale), sum_of_x = all_of(kParts == 1 ? x[r].sum : x[r].half[part]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          const Bytes whole = kChains == 1 ? sum[0][r][v] : add(sum[0][r][v], sum[kChains - 1][r][v]);
+          const Floats scale = load_floats(scales + v * kLanes<float>);
+          total[r][v] = multiply_add(to_floats(whole), scale * scale_of_x, total[r][v]);
+          if (!kSigned<kFormat>)
+            total[r][v] = multiply_add(load_floats(offsets + v * kLanes<float>), sum_of_x, total[r][v]);
+        }
+      }
+      scales += kOutputs;
+      offsets += kOutputs;
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store_floats(sums + r * kOutputs + v * kLanes<float>, total[r][v]);
+}
+
+template <StoredFormat kFormat>
+void multiply_rows(const Panel& panel, const RoundedBlock* x, int64_t rows, int64_t blocks, bool further, float* sums) {
+  const auto by = [&](auto count) { multiply_panel<kFormat, count>(panel, x, blocks, further, sums); };
+  switch (rows) {
+    case 1:
+      return by(std::integral_constant<int, 1>());
+    case 2:
+      return by(std::integral_constant<int, 2>());
+#if defined(__AVX512F__)
+    case 3:
+      return by(std::integral_constant<int, 3>());
+    case 4:
+      return by(std::integral_constant<int, 4>());
+    case 5:
+      return by(std::integral_constant<int, 5>());
+    default:
+      return by(std::integral_constant<int, 6>());
+#endif
+  }
+}
+
+template <StoredFormat kFormat>
+void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, void* scratch) {
+  Arena arena(scratch);
+  const Panel panel(rows.end - rows.begin, arena);
+  const int64_t count = smaller(kOutputs, p.outputs - output);
+  for (int64_t input = 0; input < p.inputs; input += kPanelInputs) {
+    const int64_t inputs = smaller(kPanelInputs, p.inputs - input);
+    const int64_t first = input / kLayout<kFormat>.numbers * kLayout<kFormat>.bytes,
+                  bytes = inputs / kLayout<kFormat>.numbers * kLayout<kFormat>.bytes;
+    const uint8_t* from = p.weight + output * p.row_bytes + first;
+    if (count == kOutputs) {
+      fill_panel<kFormat>(from, p.row_bytes, inputs, kOutputs * p.row_bytes, panel);
+    } else {
+      for (int64_t r = 0; r < kOutputs; ++r)
+        if (r < count)
+          __builtin_memcpy(panel.rest + r * bytes, from + r * p.row_bytes, bytes);
+        else
+          __builtin_memset(panel.rest + r * bytes, 0, bytes);
+      fill_panel<kFormat>(panel.rest, bytes, inputs, 0, panel);
+    }
+    for (int64_t r = rows.begin, some; r < rows.end; r += some) {
+      const RoundedTile x(p, r);
+      some = x.rows;
+      multiply_rows<kFormat>(panel, x.first + input / kRoundedBlock * some, some, inputs / kRoundedBlock, input > 0,
+                             panel.sums + (r - rows.begin) * kOutputs);
+    }
+  }
+  dispatch_stored(p.dtype, [&](auto s) { store_outputs<decltype(s)>(p, rows, output, count, panel.sums); });
+}
+
+#else
+
+struct Panel {
+  float *numbers, *sums;
+  Panel(int64_t rows, Arena& arena) : numbers(arena.take<float>(256)), sums(arena.take<float>(rows * kOutputs)) {}
+};
+
+// Where no instruction multiplies bytes: the numbers of one output times those of each row.
+template <StoredFormat kFormat>
+void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, void* scratch) {
+  Arena arena(scratch);
+  const Panel panel(rows.end - rows.begin, arena);
+  constexpr int64_t kNumbers = kLayout<kFormat>.numbers, kBytes = kLayout<kFormat>.bytes;
+  for (int64_t r = rows.begin; r < rows.end; ++r) panel.sums[r - rows.begin] = 0;
+  for (int64_t i = 0; i < p.inputs / kNumbers; ++i) {
+    read_block<kFormat>(p.weight + output * p.row_bytes + i * kBytes, panel.numbers);
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      const RoundedTile x(p, r);
+      for (int64_t b = 0; b < kNumbers / kRoundedBlock; ++b) {
+        const RoundedBlock& block = x.at(i * (kNumbers / kRoundedBlock) + b, r % kRowsTogether);
+        float sum = 0;
+        for (int64_t k = 0; k < kRoundedBlock; ++k)
+          sum += panel.numbers[b * kRoundedBlock + k] * static_cast<float>(block.codes[k]);
+        panel.sums[r - rows.begin] += sum * block.scale;
+      }
+    }
+  }
+  dispatch_stored(p.dtype, [&](auto s) { store_outputs<decltype(s)>(p, rows, output, 1, panel.sums); });
+}
+
+#endif
+
+template <StoredFormat kFormat, class S>
+void widen_rows(const StoredRowsParams& p, Range rows) {
+  constexpr int64_t kNumbers = kLayout<kFormat>.numbers, kBytes = kLayout<kFormat>.bytes;
+  float numbers[kNumbers];
+  for (int64_t r = rows.begin; r < rows.end; ++r)
+    for (int64_t i = 0; i < p.inputs / kNumbers; ++i) {
+      read_block<kFormat>(p.rows + r * p.row_bytes + i * kBytes, numbers);
+      S* const to = static_cast<S*>(p.out) + r * p.inputs + i * kNumbers;
+      for (int64_t k = 0; k < kNumbers; ++k) store_one(to + k, numbers[k]);
+    }
+}
+
+}  // namespace
+
+bool has_byte_products() { return kByteProducts; }
+
+size_t stored_linear_scratch(const StoredLinearParams& p) {
+  Arena arena(nullptr);
+  Panel(smaller(kStoredRows, p.rows), arena);
+  return arena.used();
+}
+
+void round_input(const StoredLinearParams& p, Range rows) {
+  dispatch_stored(p.dtype, [&](auto s) {
+    using S = decltype(s);
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      const RoundedTile to(p, r);
+      const S* const from = static_cast<const S*>(p.input) + r * p.inputs;
+      for (int64_t b = 0; b < p.inputs / kRoundedBlock; ++b)
+        round_block(from + b * kRoundedBlock, to.at(b, r % kRowsTogether));
+    }
+  });
+}
+
+void stored_linear_rows(const StoredLinearParams& p, Range rows, Range outputs, void* scratch) {
+  with_format(p.format, [&](auto format) {
+    for (int64_t o = outputs.begin; o < outputs.end; o += kOutputs) compute_outputs<format>(p, rows, o, scratch);
+  });
+}
+
+void widen_stored_rows(const StoredRowsParams& p, Range rows) {
+  with_format(p.format, [&](auto format) {
+    if (p.dtype == DType::kFloat64) return widen_rows<format, double>(p, rows);
+    dispatch_stored(p.dtype, [&](auto s) { widen_rows<format, decltype(s)>(p, rows); });
+  });
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

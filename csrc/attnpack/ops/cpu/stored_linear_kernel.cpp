@@ -1,0 +1,162 @@
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/stored_layout.h>
+#include <attnpack/ops/linear.h>
+#include <attnpack/ops/stored_linear.h>
+#include <attnpack/threads/threads.h>
+
+namespace attnpack {
+namespace {
+
+constexpr int64_t kRoundedRows = 6;            // of a unit that rounds rows: those that any kernel takes together
+constexpr int64_t kWidenedBytes = 4 << 20;     // of a part of the weight that is widened
+constexpr int64_t kWidenedNumbers = 16 << 10;  // of a unit that widens rows
+
+// The last two dims as they lie in files; rows may lie further apart.
+Tensor with_whole_rows(const Tensor& weight) {
+  return weight.stride(2) == 1 && weight.stride(1) == weight.size(2) ? weight : weight.contiguous();
+}
+
+Tensor widen_stored_cpu(const Tensor& given, at::ScalarType dtype) {
+  const auto& layout = stored_layout("blocks", given);
+  ATTNPACK_CHECK(is_element(dtype), "dtype: got ", dtype, ", want a float dtype");
+  const Tensor blocks = with_whole_rows(given);
+  const int64_t inputs = blocks.size(1) * layout.numbers, rows = blocks.size(0);
+  const Tensor out = at::empty({rows, inputs}, blocks.options().dtype(dtype));
+  if (out.numel() == 0) return out;
+  StoredRowsParams p{};
+  p.inputs = inputs;
+  p.format = layout.format;
+  p.dtype = kernel_dtype(dtype);
+  p.rows = blocks.const_data_ptr<uint8_t>();
+  p.row_bytes = blocks.stride(0);
+  p.out = out.mutable_data_ptr();
+  const auto& kernels = byte_kernels();
+  const int64_t step = std::max<int64_t>(1, kWidenedNumbers / inputs);
+  for_each_unit((rows + step - 1) / step, static_cast<double>(out.numel()), 0, [&](int64_t unit, void*) {
+    kernels.widen_stored_rows(p, {unit * step, std::min((unit + 1) * step, rows)});
+  });
+  return out;
+}
+
+// By weights that are widened part by part.
+Tensor multiply_widened(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  auto shape = input.sizes().vec();
+  shape.back() = weight.size(0);
+  const Tensor out = at::empty(shape, input.options());
+  const int64_t outputs = weight.size(0), row_bytes = std::max<int64_t>(1, input.size(-1) * input.element_size());
+  const int64_t step = std::max<int64_t>(64, kWidenedBytes / row_bytes);
+  for (int64_t begin = 0; begin < outputs; begin += step) {
+    const int64_t count = std::min(step, outputs - begin);
+    const Tensor part = widen_stored_cpu(weight.narrow(0, begin, count), input.scalar_type());
+    const auto own_bias = bias ? std::optional(bias->narrow(0, begin, count)) : std::nullopt;
+    out.narrow(-1, begin, count).copy_(attnpack::linear(input, part, own_bias));
+  }
+  return out;
+}
+
+// One of the layers that read the same rows. Its units follow those of the layers before it.
+struct StoredLayer {
+  StoredLinearParams params{};
+  Tensor weight, bias;
+  int64_t panels, end;  // its units: of `panels` for each kStoredRows rows
+};
+
+// By rounded rows, in one pass over the weights.
+std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
+  const Tensor rows = input.contiguous();
+  const int64_t inputs = input.size(-1), count = input.numel() / inputs;
+  const Tensor rounded = at::empty({static_cast<int64_t>(sizeof(RoundedBlock)) * count * (inputs / kRoundedBlock)},
+                                   at::TensorOptions(at::kByte));
+  c10::SmallVector<StoredLayer, 3> layers;
+  std::vector<Tensor> outs;
+  int64_t units = 0, outputs = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    auto shape = input.sizes().vec();
+    shape.back() = weights[i].size(0);
+    outs.push_back(at::empty(shape, input.options()));
+    StoredLayer layer;
+    layer.weight = with_whole_rows(weights[i]);
+    StoredLinearParams& p = layer.params;
+    p.rows = count;
+    p.inputs = inputs;
+    p.outputs = weights[i].size(0);
+    p.format = stored_layout("weight", weights[i]).format;
+    p.dtype = kernel_dtype(input.scalar_type());
+    p.input = rows.const_data_ptr();
+    p.rounded = reinterpret_cast<RoundedBlock*>(rounded.mutable_data_ptr());
+    p.weight = layer.weight.const_data_ptr<uint8_t>();
+    p.row_bytes = layer.weight.stride(0);
+    if (biases[i]) p.bias = (layer.bias = biases[i]->contiguous()).const_data_ptr();
+    p.out = outs.back().mutable_data_ptr();
+    layer.panels = (p.outputs + kStoredOutputs - 1) / kStoredOutputs;
+    layer.end = units += layer.panels * ((count + kStoredRows - 1) / kStoredRows);
+    outputs += p.outputs;
+    layers.push_back(std::move(layer));
+  }
+  const auto& kernels = byte_kernels();
+  const StoredLinearParams& any = layers.front().params;
+  for_each_unit((count + kRoundedRows - 1) / kRoundedRows, static_cast<double>(count * inputs), 0,
+                [&](int64_t unit, void*) {
+                  kernels.round_input(any, {unit * kRoundedRows, std::min((unit + 1) * kRoundedRows, count)});
+                });
+  const auto unit_of_layers = [&](int64_t unit, void* scratch) {
+    size_t i = 0;
+    while (unit >= layers[i].end) ++i;
+    const StoredLayer& layer = layers[i];
+    const int64_t own = unit - (i == 0 ? 0 : layers[i - 1].end), row = own / layer.panels * kStoredRows,
+                  output = own % layer.panels * kStoredOutputs;
+    kernels.stored_linear_rows(layer.params, {row, std::min(row + kStoredRows, count)},
+                               {output, std::min(output + kStoredOutputs, layer.params.outputs)}, scratch);
+  };
+  // Reading a weight from memory takes as long as some multiply-adds.
+  for_each_unit(units, static_cast<double>(count + 3) * static_cast<double>(inputs * outputs),
+                kernels.stored_linear_scratch(any), unit_of_layers, true);
+  return outs;
+}
+
+bool rounds_input(const Tensor& input, std::optional<bool> round_input) {
+  if (input.scalar_type() == at::kDouble) {
+    ATTNPACK_CHECK(!round_input.value_or(false), "round_input: got true for an input of float64, which is never ",
+                   "rounded: call .float() on it, or leave round_input out");
+    return false;
+  }
+  return input.numel() > 0 && round_input.value_or(byte_kernels().has_byte_products());
+}
+
+Tensor stored_linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                         std::optional<bool> round_input) {
+  check_stored_linear(input, weight, bias);
+  if (!rounds_input(input, round_input)) return multiply_widened(input, weight, bias);
+  return multiply_rounded(input, weight, &bias).front();
+}
+
+Tensor one_stored_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return stored_linear_cpu(input, weight, bias, {});
+}
+
+std::vector<Tensor> stored_linears_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  c10::SmallVector<std::optional<Tensor>, 3> offsets(weights.size());
+  const bool paired = biases.empty() || biases.size() == weights.size();
+  for (size_t i = 0; paired && i < weights.size(); ++i) {
+    if (!biases.empty()) offsets[i] = biases[i];
+    check_stored_linear(input, weights[i], offsets[i]);
+  }
+  if (!paired || weights.empty() || !rounds_input(input, {}))
+    return each_linear(one_stored_cpu, input, weights, biases);
+  return multiply_rounded(input, weights, offsets.data());
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("stored_linear", attnpack::stored_linear_cpu);
+  m.impl("stored_linears", attnpack::stored_linears_cpu);
+  m.impl("widen_stored", attnpack::widen_stored_cpu);
+}

@@ -1,0 +1,98 @@
+#include <attnpack/ops/stored_linear.h>
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/stored_layout.h>
+
+namespace attnpack {
+
+bool is_stored(const Tensor& weight) {
+  return weight.defined() && weight.scalar_type() == at::kByte && weight.dim() == 3;
+}
+
+const StoredLayout& stored_layout(const char* name, const Tensor& weight) {
+  ATTNPACK_CHECK(is_stored(weight), name, ": got ", weight.scalar_type(), " of shape ", weight.sym_sizes(),
+                 ", want stored weights [out, blocks, bytes] of uint8: attnpack.convert.quantize_ makes them");
+  for (const StoredLayout& layout : kStoredLayouts)
+    if (layout.bytes == weight.size(2)) return layout;
+  std::string sizes;
+  for (const StoredLayout& layout : kStoredLayouts)
+    sizes += c10::str(sizes.empty() ? "" : ", ", layout.bytes, " (", layout.name, ")");
+  ATTNPACK_CHECK(false, name, ": got blocks of ", weight.size(2), " bytes, want ", sizes);
+}
+
+int64_t stored_inputs(const Tensor& weight) { return weight.size(1) * stored_layout("weight", weight).numbers; }
+const char* stored_format(const Tensor& weight) { return stored_layout("weight", weight).name; }
+
+void check_stored_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const int64_t inputs = weight.size(1) * stored_layout("weight", weight).numbers;
+  const auto dtype = input.scalar_type();
+  ATTNPACK_CHECK(is_element(dtype), "input has dtype ", dtype, ", wants a float dtype: call .float() on it");
+  ATTNPACK_CHECK(input.dim() >= 1 && input.sym_size(-1) == inputs, "input has shape ", input.sym_sizes(),
+                 ", wants [..., ", inputs, "]: the rows of weight hold so many numbers");
+  ATTNPACK_CHECK(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)), "bias has shape ",
+                 bias->sym_sizes(), ", wants [", weight.sym_size(0), "] as weight has so many rows");
+  ATTNPACK_CHECK(!bias || bias->scalar_type() == dtype, "input has dtype ", dtype, ", bias ", bias->scalar_type(),
+                 ": cast one of them with .to()");
+  const auto device = input.device();
+  ATTNPACK_CHECK(weight.device() == device && (!bias || bias->device() == device), "input is on ", device,
+                 ", weight on ", weight.device(), ", bias on ", bias ? bias->device() : weight.device(),
+                 ": move them to one device");
+}
+
+Tensor stored_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                     std::optional<bool> round_input) {
+  static const DispatchedOp<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::optional<bool>)> op(
+      "attnpack::stored_linear");
+  return op(input, weight, bias, round_input);
+}
+
+std::vector<Tensor> stored_linears(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  static const DispatchedOp<decltype(stored_linears)> op("attnpack::stored_linears");
+  return op(input, weights, biases);
+}
+
+Tensor widen_stored(const Tensor& blocks, at::ScalarType dtype) {
+  static const DispatchedOp<Tensor(const Tensor&, at::ScalarType)> op("attnpack::widen_stored");
+  return op(blocks, dtype);
+}
+
+Tensor stored_rows(const Tensor& table, const Tensor& ids, at::ScalarType dtype) {
+  const auto& layout = stored_layout("table", table);
+  const Tensor rows = at::embedding(table.flatten(1), ids.flatten()).unflatten(-1, {table.size(1), layout.bytes});
+  auto shape = ids.sym_sizes().vec();
+  shape.push_back(table.size(1) * layout.numbers);
+  return widen_stored(rows, dtype).view_symint(shape);
+}
+
+Tensor to_stored(const Tensor& weight, int64_t bits) {
+  ATTNPACK_CHECK(bits == 8 || bits == 4, "bits: got ", bits, ", want 8 or 4");
+  ATTNPACK_CHECK(weight.dim() == 2 && is_element(weight.scalar_type()), "weight: got ", weight.scalar_type(),
+                 " of shape ", weight.sizes(), ", want numbers [out, in]");
+  ATTNPACK_CHECK(weight.size(1) > 0 && weight.size(1) % kRoundedBlock == 0, "weight: got rows of ", weight.size(1),
+                 " numbers, want a multiple of ", kRoundedBlock, ", the numbers of a block");
+  const Tensor blocks = weight.detach().to(at::kFloat).unflatten(-1, {-1, kRoundedBlock});
+  const Tensor largest = blocks.gather(-1, blocks.abs().argmax(-1, /*keepdim=*/true));
+  // With 4 bits the number of the largest size becomes -8, so that all 16 codes are used.
+  const Tensor scale = (bits == 8 ? largest.abs() / 127 : largest / -8).to(at::kHalf);
+  ATTNPACK_CHECK(weight.is_meta() || scale.isfinite().all().item<bool>(),
+                 "weight: has numbers that are not finite, or too large for a scale of fp16 (65504 times the largest ",
+                 "code); leave this layer out");
+  const Tensor step = scale.to(at::kFloat), codes = at::where(step == 0, 0.0, blocks / step).round();
+  const Tensor bytes =
+      bits == 8 ? codes.clamp(-127, 127).to(at::kChar).view(at::kByte) : (codes.clamp(-8, 7) + 8).to(at::kByte);
+  const Tensor packed = bits == 8 ? bytes : bytes.narrow(-1, 0, 16) + bytes.narrow(-1, 16, 16) * 16;
+  return at::cat({scale.contiguous().view(at::kByte), packed}, -1);
+}
+
+}  // namespace attnpack
+
+TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def("stored_linear(Tensor input, Tensor weight, Tensor? bias, bool? round_input) -> Tensor");
+  m.def("stored_linears(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor[]");
+  m.def("widen_stored(Tensor blocks, ScalarType dtype) -> Tensor");
+}
