@@ -11,7 +11,7 @@ configure_package_config_file(cmake/attnpackConfig.cmake.in attnpackConfig.cmake
                               NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
 write_basic_package_version_file(attnpackConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfigVersion.cmake
-        cmake/TorchTargets.cmake DESTINATION ${config_dir})
+        cmake/TorchTargets.cmake cmake/AskPythonForTorch.cmake DESTINATION ${config_dir})
 # torch is a neighbour of the package in site-packages, and stays where it is otherwise.
 set(ATTNPACK_PC_TORCH_DIR ${ATTNPACK_BUILT_TORCH})
 if(ATTNPACK_WHEEL)

@@ -4,7 +4,7 @@
     python scripts/wheel_parts.py check WHEEL TORCH ...    TORCH: the folders of the releases that it was built for
 
 `check` exits with 1 if a library looks for others outside of the wheel and torch, if it needs a symbol that its torch
-lacks, if a file names the folder of this checkout, or if a part is missing.
+lacks, if a file names a folder of this machine, or if a part is missing.
 """
 
 import re
@@ -50,8 +50,8 @@ def check(wheel: Path, torches: list[Path]) -> list[str]:
         if other := sorted(path.name for path in Path(unpacked).iterdir() if not path.name.startswith("attnpack")):
             wrong.append(f"beside the package stand {', '.join(other)}")
         for file in filter(Path.is_file, Path(unpacked).rglob("*")):
-            if str(ROOT).encode() in file.read_bytes():
-                wrong.append(f"{file.relative_to(unpacked)} names {ROOT}")
+            found = [folder for folder in (ROOT, *torches) if str(folder).encode() in file.read_bytes()]
+            wrong += [f"{file.relative_to(unpacked)} names {folder}" for folder in found[:1]]
         for torch in torches:
             prefix = package / f"torch-{minor_of(torch)}"
             wrong += [f"{prefix.name} lacks {part}" for part in OF_A_PREFIX if not (prefix / part).is_file()]
