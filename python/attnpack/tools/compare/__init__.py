@@ -144,7 +144,8 @@ def _page(title: str, entries: dict[str, Entry], record: Record, guessing: float
         "",
         f"loss: nats per byte of held-out text; a guess by the bytes' frequencies has {guessing:.3f}. {spread}against "
         f"{first}: the mean of differences between runs of the same seed, which see the same text in the same order. "
-        f"Cache and decoding: one sequence in fp32, after {CONTEXT:,} tokens.",
+        f"Cache and decoding: one sequence in fp32, after {CONTEXT:,} tokens. Cache bytes per token: the bytes of the "
+        "cache over these tokens, also where it does not grow.",
         "",
     ]
     if warning := warning_of(record.cores_of_others()):
