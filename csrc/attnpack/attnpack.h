@@ -11,6 +11,7 @@
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
+#include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/cache/sparse_cache.h>
 #include <attnpack/convert/from_torch.h>
@@ -24,6 +25,7 @@
 #include <attnpack/layers/compressed.h>
 #include <attnpack/layers/differential.h>
 #include <attnpack/layers/gate_heads.h>
+#include <attnpack/layers/recurrent.h>
 #include <attnpack/layers/route_experts.h>
 #include <attnpack/layers/select_keys.h>
 #include <attnpack/models/from_hf.h>
@@ -39,6 +41,11 @@
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/mixture_of_experts.h>
 #include <attnpack/modules/norm.h>
+#include <attnpack/modules/recurrent/gated_delta_net.h>
+#include <attnpack/modules/recurrent/kimi_delta_attention.h>
+#include <attnpack/modules/recurrent/linear_attention.h>
+#include <attnpack/modules/recurrent/recurrent_module.h>
+#include <attnpack/modules/recurrent/short_convolution.h>
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>

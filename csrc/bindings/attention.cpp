@@ -15,8 +15,9 @@ namespace attnpack {
 namespace {
 
 // The inputs of forward after its tensors, without the options that `skipped` names.
-std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments, std::initializer_list<const char*> skipped = {
-                                                                       "index_cache", "key_index", "key_block"}) {
+std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments,
+                                             std::initializer_list<const char*> skipped = {"index_cache", "key_index",
+                                                                                           "key_block", "cu_seqlens"}) {
   AttentionInputs inputs;
   bool need_weights = false;
   arguments.read_options(inputs, skipped);
@@ -40,16 +41,17 @@ void bind_forward(Class& cls) {
                                 std::is_same_v<Impl, MultiQueryAttentionImpl>;
   constexpr bool kNamesKeys = kNamesBlocks || std::is_same_v<Impl, MultiHeadLatentAttentionImpl>;
   Names names = option_names(AttentionInputs());
-  std::erase(names, "index_cache");
+  for (const char* others : {"index_cache", "cu_seqlens"}) std::erase(names, others);
   if (!kNamesKeys) std::erase(names, "key_index");
   if (!kNamesBlocks) std::erase(names, "key_block");
   names.insert(names.begin(), "x");
   names.push_back("need_weights");
   bind_method(cls, "forward", names, 2, [](Impl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");
-    const auto [inputs, need_weights] = kNamesBlocks ? read_inputs(arguments, {"index_cache"})
-                                        : kNamesKeys ? read_inputs(arguments, {"index_cache", "key_block"})
-                                                     : read_inputs(arguments);
+    const auto [inputs, need_weights] = kNamesBlocks ? read_inputs(arguments, {"index_cache", "cu_seqlens"})
+                                        : kNamesKeys
+                                            ? read_inputs(arguments, {"index_cache", "key_block", "cu_seqlens"})
+                                            : read_inputs(arguments);
     return run(
         need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
         [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
@@ -80,18 +82,18 @@ void bind_projected(py::module_& m) {
   using Impl = ProjectedAttentionImpl;
   auto cls = bind_module<Impl>(m, "ProjectedAttention", "Attention over q, k, v that are given; no parameters.");
   bind_options<Impl, ProjectedAttentionOptions, int64_t, int64_t, int64_t>(cls);
-  bind_method(cls, "forward",
-              {"q", "k", "v", "mask", "causal", "cache", "positions", "kv_lens", "kv_from", "need_weights"}, 3,
-              [](Impl& self, Arguments& arguments) {
-                const auto q = arguments.require<at::Tensor>("q");
-                const auto k = arguments.require<at::Tensor>("k");
-                const auto v = arguments.require<at::Tensor>("v");
-                const auto [inputs, need_weights] =
-                    read_inputs(arguments, {"context", "value_context", "index_cache", "key_index", "key_block"});
-                return run(
-                    need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
-                    [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
-              });
+  bind_method(
+      cls, "forward", {"q", "k", "v", "mask", "causal", "cache", "positions", "kv_lens", "kv_from", "need_weights"}, 3,
+      [](Impl& self, Arguments& arguments) {
+        const auto q = arguments.require<at::Tensor>("q");
+        const auto k = arguments.require<at::Tensor>("k");
+        const auto v = arguments.require<at::Tensor>("v");
+        const auto [inputs, need_weights] =
+            read_inputs(arguments, {"context", "value_context", "index_cache", "key_index", "key_block", "cu_seqlens"});
+        return run(
+            need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
+            [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
+      });
   bind_method(cls, "project", {"q", "k", "v", "positions"}, 3, [](Impl& self, Arguments& arguments) {
     const auto q = arguments.require<at::Tensor>("q");
     const auto k = arguments.require<at::Tensor>("k");
@@ -112,8 +114,8 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::mo
   bind_method(cls, "forward", {"x", "mask", "causal", "cache", "positions", "kv_lens", "index_cache", "need_weights"},
               1, [](Impl& self, Arguments& arguments) {
                 const auto x = arguments.require<at::Tensor>("x");
-                const auto [inputs, need_weights] =
-                    read_inputs(arguments, {"context", "value_context", "kv_from", "key_index", "key_block"});
+                const auto [inputs, need_weights] = read_inputs(
+                    arguments, {"context", "value_context", "kv_from", "key_index", "key_block", "cu_seqlens"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });

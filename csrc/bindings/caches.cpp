@@ -4,6 +4,7 @@
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
+#include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/cache/sparse_cache.h>
 #include <bindings/common.h>
@@ -40,6 +41,8 @@ at::Tensor as_index(const py::object& index, const char* name = "index") {
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
 std::string describe_cache(const std::string& name, const KVCache& cache) {
   if (cache.lengths().is_meta()) return c10::str(name, "(device=meta)");  // its lengths hold no numbers
+  if (const auto* held = dynamic_cast<const RecurrentCache*>(&cache); held && cache.len() > 0)
+    return c10::str(name, "(batch=", cache.lengths().size(0), ", len=", cache.len(), ", bytes=", cache.nbytes(), ")");
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();
   return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", cache.len(),
@@ -84,6 +87,8 @@ void bind_rules(py::module_& m) {
   bind_rule(m, "cache_reserve_index", &cache_reserve_index);
   bind_rule(m, "cache_keep_sums", &cache_keep_sums);
   bind_rule(m, "cache_commit", &cache_commit);
+  bind_rule(m, "cache_states", &cache_states);
+  bind_rule(m, "cache_advance", &cache_advance);
   bind_rule(m, "cache_reset", &cache_reset);
   bind_rule(
       m, "cache_crop",
@@ -280,6 +285,15 @@ void register_caches(py::module_& m) {
       }))
       .def("__repr__", [](const CrossCache& self) { return describe_cache("CrossCache", self); })
       .def_property_readonly("filled", &CrossCache::filled);
+
+  py::class_<RecurrentCache, KVCache, std::shared_ptr<RecurrentCache>> recurrent(m, "RecurrentCache");
+  recurrent
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return make_growing<RecurrentCache>("RecurrentCache", args, kwargs);
+      }))
+      .def("__repr__", [](const RecurrentCache& self) { return describe_cache("RecurrentCache", self); })
+      .def_property_readonly("conv_state", &RecurrentCache::conv_state)
+      .def_property_readonly("state", &RecurrentCache::state_matrix);
 
   py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
   fixed.def(py::init([](const py::args& args, const py::kwargs& kwargs) {

@@ -1,5 +1,6 @@
 #include <attnpack/core/padded.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/recurrent.h>
 #include <attnpack/rope/rotate.h>
 #include <bindings/common.h>
 #include <bindings/plain_linear.h>
@@ -92,6 +93,7 @@ void register_checks(py::module_& m) {
   m.def("activation", &check_activation);
   m.def("cross_attention", &check_cross_attention);
   m.def("cross_cache", &check_cross_cache);
+  m.def("recurrent_call", &check_recurrent_call);
   m.def("self_cache", &check_self_cache);
   m.def("cross_distances", &check_cross_distances);
   m.def("projected_cache", &check_projected_cache);

@@ -294,7 +294,7 @@ std::tuple<Tensor, Tensor> linear_attention_py(const Tensor& query, const Tensor
                                                const OptionalTensor& initial_state, const OptionalTensor& kv_lens,
                                                const OptionalTensor& cu_seqlens, std::optional<double> scale) {
   return linear_attention_with_state(query, key, value,
-                                     LinearAttentionOptions()
+                                     RecurrenceOptions()
                                          .log_decay(log_decay)
                                          .beta(beta)
                                          .initial_state(initial_state)

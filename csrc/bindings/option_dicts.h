@@ -78,7 +78,7 @@ struct Reader<std::optional<ScoreSettings>> {
   static std::optional<std::optional<ScoreSettings>> read(const py::handle& value) {
     if (value.is_none()) return std::optional<ScoreSettings>();
     const auto read =
-        read_dict("scores", value, ScoreSettings(), {}, "softcap, sinks, alibi, scale, rope_dim and query_scale");
+        read_dict("scores", value, ScoreSettings(), {}, "softcap, sinks, alibi, scale, rope_dim, query_scale and gate");
     return read ? std::make_optional(read) : std::nullopt;
   }
   static std::string wanted(const std::string&) { return "None or a dict such as {'softcap': 50.0}"; }
@@ -102,6 +102,20 @@ struct Reader<std::optional<MixtureOfExpertsOptions>> {
 inline py::object to_python(const MixtureOfExpertsOptions& experts) { return dict_without(experts, kNotOfExperts); }
 
 template <>
+struct Reader<std::optional<RecurrentSettings>> {
+  static std::optional<std::optional<RecurrentSettings>> read(const py::handle& value) {
+    if (value.is_none()) return std::optional<RecurrentSettings>();
+    const auto read = read_dict("recurrent", value, RecurrentSettings(), {},
+                                "kind, num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel_size, norm_eps, "
+                                "allow_neg_eigval, bias, feature_map and decay");
+    return read ? std::make_optional(read) : std::nullopt;
+  }
+  static std::string wanted(const std::string&) {
+    return "None or a dict such as {'kind': 'gated_delta_net', 'head_k_dim': 128}";
+  }
+};
+
+template <>
 struct Reader<std::vector<LayerSettings>> {
   static std::optional<std::vector<LayerSettings>> read(const py::handle& value) {
     std::vector<LayerSettings> layers;
@@ -110,7 +124,8 @@ struct Reader<std::vector<LayerSettings>> {
     for (const auto& item : py::reinterpret_borrow<py::object>(value)) {
       const auto owner = c10::str("layer_settings[", layers.size(), "]");
       const auto layer = read_dict(owner, item, LayerSettings(), {},
-                                   "window, rope_base, rope_scaling, rope, qk_norm, query_scale and experts");
+                                   "window, rope_base, rope_scaling, rope, qk_norm, query_scale, experts, recurrent "
+                                   "and layout");
       if (!layer) return std::nullopt;
       layers.push_back(*layer);
     }

@@ -9,6 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   attnpack::register_caches(cpp);
   attnpack::register_layers(cpp);
   attnpack::register_attention(cpp);
+  attnpack::register_recurrent(cpp);
   attnpack::register_blocks(cpp);
   attnpack::register_causal_lm(cpp);
   auto convert = m.def_submodule("convert", "Weights of one variant as those of another.");

@@ -10,6 +10,7 @@ void register_checks(py::module_& m);
 void register_caches(py::module_& m);
 void register_layers(py::module_& m);
 void register_attention(py::module_& m);
+void register_recurrent(py::module_& m);
 void register_blocks(py::module_& m);
 void register_causal_lm(py::module_& m);
 void register_convert(py::module_& m);

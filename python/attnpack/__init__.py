@@ -24,6 +24,7 @@ from .cache import (
     ModelCache,
     PagedCache,
     QuantizedCache,
+    RecurrentCache,
     SlidingWindowCache,
     SparseCache,
     StaticCache,
@@ -44,6 +45,7 @@ from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
 from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.norm import RMSNorm
+from .nn.recurrent import GatedConvolution, GatedDeltaNet, KimiDeltaAttention, LinearAttention
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .nn.stored import StoredEmbedding, StoredLinear
@@ -69,8 +71,12 @@ __all__ = [
     "EncoderBlock",
     "EncoderDecoder",
     "FeedForward",
+    "GatedConvolution",
+    "GatedDeltaNet",
     "GroupedQueryAttention",
+    "KimiDeltaAttention",
     "LatentCache",
+    "LinearAttention",
     "MixtureOfExperts",
     "ModelCache",
     "MultiHeadAttention",
@@ -79,6 +85,7 @@ __all__ = [
     "PagedCache",
     "ProjectedAttention",
     "RMSNorm",
+    "RecurrentCache",
     "RotaryEmbedding",
     "SelfAttention",
     "QuantizedCache",

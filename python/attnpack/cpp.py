@@ -26,6 +26,13 @@ SparseAttention = _C.cpp.SparseAttention
 SparseLatentAttention = _C.cpp.SparseLatentAttention
 CompressedAttention = _C.cpp.CompressedAttention
 
+ShortConvolution = _C.cpp.ShortConvolution
+ForgetGate = _C.cpp.ForgetGate
+GatedConvolution = _C.cpp.GatedConvolution
+GatedDeltaNet = _C.cpp.GatedDeltaNet
+KimiDeltaAttention = _C.cpp.KimiDeltaAttention
+LinearAttention = _C.cpp.LinearAttention
+
 EncoderBlock = _C.cpp.EncoderBlock
 DecoderBlock = _C.cpp.DecoderBlock
 Encoder = _C.cpp.Encoder
@@ -39,6 +46,7 @@ DynamicCache = _C.cpp.DynamicCache
 LatentCache = _C.cpp.LatentCache
 QuantizedCache = _C.cpp.QuantizedCache
 PagedCache = _C.cpp.PagedCache
+RecurrentCache = _C.cpp.RecurrentCache
 SlidingWindowCache = _C.cpp.SlidingWindowCache
 SparseCache = _C.cpp.SparseCache
 StaticCache = _C.cpp.StaticCache

@@ -131,6 +131,41 @@ class MultiHeadLatentAttention(_Attention):
     @property
     def softmax_scale(self) -> builtins.float: ...
 
+class ShortConvolution(_Tokenwise):
+    def __init__(self, channels: int, kernel_size: int, **options: Any) -> None: ...
+
+class ForgetGate(_Tokenwise):
+    def __init__(self, embed_dim: int, num_heads: int, head_dim: int, **options: Any) -> None: ...
+
+class _Recurrent(_WithOptions):
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        kv_lens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor: ...
+
+class GatedConvolution(_Recurrent):
+    @made_as(attnpack.GatedConvolution)
+    def __init__(self) -> None: ...
+
+class GatedDeltaNet(_Recurrent):
+    @made_as(attnpack.GatedDeltaNet)
+    def __init__(self) -> None: ...
+
+class KimiDeltaAttention(_Recurrent):
+    @made_as(attnpack.KimiDeltaAttention)
+    def __init__(self) -> None: ...
+
+class LinearAttention(_Recurrent):
+    @made_as(attnpack.LinearAttention)
+    def __init__(self) -> None: ...
+
 class ProjectedAttention(_WithOptions):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None: ...
     @overload
@@ -394,6 +429,14 @@ class SparseCache(DynamicCache):
     def index(self) -> Tensor: ...
     @property
     def block(self) -> int: ...
+
+class RecurrentCache(KVCache):
+    @made_as(attnpack.RecurrentCache)
+    def __init__(self) -> None: ...
+    @property
+    def conv_state(self) -> Tensor: ...
+    @property
+    def state(self) -> Tensor: ...
 
 class StaticCache(KVCache):
     @made_as(attnpack.StaticCache)

@@ -470,6 +470,60 @@ def linear_attention_backward(pick: Random) -> Call:
     return "linear_attention_backward", in_order("linear_attention_backward", *grads, *tensors, **options), right
 
 
+def conv_inputs(pick: Random) -> tuple[list, dict]:
+    """The tensors of a causal convolution, and some of its options."""
+    batch, length, channels, taps = pick.randint(0, 3), pick.randint(0, 150), pick.randint(0, 40), pick.randint(1, 6)
+    dtype, packed = pick.choice(WIDE), pick.random() < 0.2
+    batch = 1 if packed else batch
+    sequences = 2 if packed else batch
+    options = {"bias": draw(channels, dtype=dtype, seed=3),
+               "initial_state": draw(sequences, channels, taps - 1, dtype=dtype, seed=4), "silu": True}  # fmt: skip
+    options = {name: x for name, x in options.items() if pick.random() < 0.6}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, length // 3, length])
+    elif pick.random() < 0.3:
+        options["kv_lens"] = torch.tensor([pick.randint(0, length) for _ in range(batch)], dtype=torch.int32)
+    x = draw(batch, length, channels, dtype=dtype, seed=1)
+    x = x.mT.contiguous().mT if pick.random() < 0.3 else x
+    return [x, draw(channels, taps, dtype=dtype, seed=2)], options
+
+
+def convolved(tensors: list, options: dict) -> tuple:
+    named = {name: value for name, value in options.items() if name != "silu"}
+    return reference.causal_conv1d(*tensors, activation="silu" if "silu" in options else None, **named)
+
+
+def causal_conv1d(pick: Random) -> Call:
+    tensors, options = conv_inputs(pick)
+
+    def right(result):
+        if "cu_seqlens" not in options and tensors[0].size(0):
+            for got, expected in zip(result, convolved(tensors, options), strict=True):
+                assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+    return "causal_conv1d", in_order("causal_conv1d", *tensors, **options), right
+
+
+def causal_conv1d_backward(pick: Random) -> Call:
+    tensors, options = conv_inputs(pick)
+    out, state = torch.ops.attnpack.causal_conv1d(*tensors, **options)
+    grads = [draw(*out.shape, dtype=out.dtype, seed=6), pick.choice([None, draw(*state.shape, dtype=out.dtype)])]
+
+    def right(result):
+        if "cu_seqlens" in options or not tensors[0].size(0):
+            return
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        results = convolved(leaves, options)
+        known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad]
+        outputs, upstream = zip(*known, strict=True)
+        expected = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        for got, x in zip(result[:2], expected, strict=True):
+            if x is not None:
+                assert_close(got, x, atol=1e-3, rtol=1e-3)
+
+    return "causal_conv1d_backward", in_order("causal_conv1d_backward", *grads, *tensors, **options), right
+
+
 def rms_norm(pick: Random) -> Call:
     x, weight = draw(pick.randint(0, 5), 9, dtype=pick.choice(WIDE)), draw(9, seed=1)
     weight = weight.to(x.dtype)
@@ -562,6 +616,7 @@ MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
-    rope_table, linear, linear_attention, linear_attention_backward, rms_norm, quantize_rows, dequantize_rows,
+    rope_table, linear, linear_attention, linear_attention_backward, causal_conv1d, causal_conv1d_backward, rms_norm,
+    quantize_rows, dequantize_rows,
     attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
 ]  # fmt: skip

@@ -33,6 +33,30 @@ ATTENTION = {
     "head_dim: got 0": (ValueError, lambda m: m.MultiHeadAttention(24, 4, head_dim=0)),
     "kdim: got 0, want at least 1": (ValueError, lambda m: m.MultiHeadAttention(24, 4, kdim=0)),
     "vdim: got -1, want at least 1": (ValueError, lambda m: m.MultiHeadAttention(24, 4, vdim=-1)),
+    "num_k_heads: got 3, which does not divide num_v_heads 4": (
+        ValueError,
+        lambda m: m.GatedDeltaNet(24, 3, 4, head_k_dim=4, head_v_dim=4),
+    ),
+    "head_v_dim: got 0, want at least 1": (
+        ValueError,
+        lambda m: m.GatedDeltaNet(24, 2, 4, head_k_dim=4, head_v_dim=0),
+    ),
+    "conv_kernel_size: got 0, want at least 1": (
+        ValueError,
+        lambda m: m.KimiDeltaAttention(24, 2, head_dim=4, conv_kernel_size=0),
+    ),
+    "norm_eps: got -1, want a small number": (
+        ValueError,
+        lambda m: m.KimiDeltaAttention(24, 2, head_dim=4, norm_eps=-1.0),
+    ),
+    "feature_map: got 'relu', want 'identity' or 'elu'": (
+        ValueError,
+        lambda m: m.LinearAttention(24, 4, feature_map="relu"),
+    ),
+    "decay: got 'slow', want 'none', 'fixed' or 'learned'": (
+        ValueError,
+        lambda m: m.LinearAttention(24, 4, decay="slow"),
+    ),
     "head_map: got 3 entries": (ValueError, lambda m: m.GroupedQueryAttention(24, 4, 2, head_map=[0, 1, 1])),
     "head_map: got kv head 2, want 0 to 1": (
         ValueError,

@@ -116,7 +116,9 @@ def test_layouts(layout):
         assert torch.equal(found[name], exact), name
 
 
-@pytest.mark.parametrize("lens", [torch.tensor([37, 12]), torch.tensor([0, 65], dtype=torch.int32), torch.tensor([2, 1])])
+@pytest.mark.parametrize(
+    "lens", [torch.tensor([37, 12]), torch.tensor([0, 65], dtype=torch.int32), torch.tensor([2, 1])]
+)
 def test_padding_changes_nothing(lens):
     x = make(length=70)
     compare(x, kv_lens=lens, activation="silu")

@@ -34,6 +34,9 @@ assert_type(flash.flash_attn_varlen_func(x, x, x, x, x, 4, 4, return_attn_probs=
 assert_type(flash.flash_attn_with_kvcache(x, x, x, causal=True), Tensor)
 assert_type(flash.flash_attn_with_kvcache(x, x, x, return_softmax_lse=True), tuple[Tensor, Tensor])
 assert_type(attnpack.attention_scores(x, x), Tensor)
+assert_type(attnpack.causal_conv1d(x, x, activation="silu"), Tensor)
+assert_type(attnpack.causal_conv1d(x, x, return_state=True), tuple[Tensor, Tensor])
+assert_type(attnpack.causal_conv1d(x, x, return_state=flag), Tensor | Pair)
 assert_type(attnpack.linear_attention(x, x, x, beta=x), Tensor)
 assert_type(attnpack.linear_attention(x, x, x, return_state=True), tuple[Tensor, Tensor])
 assert_type(attnpack.linear_attention(x, x, x, return_state=flag), Tensor | Pair)
@@ -72,6 +75,13 @@ def attend(
     assert_type(projected(x, x, x), Tensor)
     assert_type(projected(x, x, x, need_weights=True), tuple[Tensor, Tensor])
     latent(x, key_block=2)  # wrong
+
+
+def recur(layer: attnpack.GatedDeltaNet, kimi: attnpack.KimiDeltaAttention, plain: attnpack.LinearAttention) -> None:
+    assert_type(layer(x, cache=attnpack.RecurrentCache(), kv_lens=x), Tensor)
+    assert_type(kimi(x, cu_seqlens=x), Tensor)
+    assert_type(plain(x), Tensor)
+    layer(x, cache=attnpack.DynamicCache())  # wrong
 
 
 def run(model: attnpack.CausalLM, both: attnpack.EncoderDecoder, block: attnpack.DecoderBlock) -> None:

@@ -457,6 +457,44 @@ void recurrent(const char* isa, const Kernels& kernels, int64_t n) {
   expect(std::fabs(difference) <= (w == 2 ? 1e-2 : 1e-4) * size, isa, "linear attention", n);
 }
 
+// A causal convolution: without an activation out and state are linear in x and the initial state.
+void convolve(const char* isa, const Kernels& kernels, int64_t n) {
+  CausalConv1dBackwardParams bp{};
+  CausalConv1dParams& p = bp.forward;
+  p.sequences = pick(1, 2), p.length = kSizes[pick(0, 9)], p.channels = kSizes[pick(0, 9)], p.taps = pick(1, 5);
+  p.dtype = static_cast<DType>(pick(0, 3));
+  const DType wide = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const size_t w = width(p.dtype), aw = width(wide);
+  const int64_t rows = p.sequences * p.length * p.channels, held = p.sequences * (p.taps - 1) * p.channels;
+  Guarded x(rows * w), out(rows * w), grad_out(rows * w), dx(rows * w);
+  Guarded first(held * w), state(held * w), grad_state(held * w), ds(held * w);
+  Guarded weight(p.channels * p.taps * aw), dw(p.sequences * p.channels * p.taps * aw);
+  Guarded db(p.sequences * p.channels * aw);
+  for (auto* g : {&x, &grad_out, &first, &grad_state}) fill(*g, p.dtype);
+  fill(weight, wide);
+  p.x = x.data(), p.x_batch_stride = p.length * p.channels, p.x_row_stride = p.channels;
+  p.weight = weight.data(), p.initial_state = first.data(), p.out = out.data(), p.state = state.data();
+  Guarded scratch((kernels.causal_conv1d_scratch(p) + 63) / 64 * 64);
+  for (int64_t b = 0; b < p.sequences; ++b)
+    for (int64_t c = 0; c < p.channels; c += kConvChannels)
+      kernels.causal_conv1d(p, b, {0, p.length}, {c, std::min(c + kConvChannels, p.channels)}, scratch.data());
+  bp.grad_out = grad_out.data(), bp.grad_state = grad_state.data(), bp.grad_x = dx.data();
+  bp.grad_weight = dw.data(), bp.grad_bias = db.data(), bp.grad_initial_state = ds.data();
+  Guarded more((kernels.causal_conv1d_backward_scratch(bp) + 63) / 64 * 64);
+  for (int64_t b = 0; b < p.sequences; ++b)
+    for (int64_t c = 0; c < p.channels; c += kConvChannels)
+      kernels.causal_conv1d_backward(bp, b, {c, std::min(c + kConvChannels, p.channels)}, more.data());
+  double difference = 0, size = 0;
+  const auto add = [&](Guarded& a, Guarded& b, int64_t count, double sign) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double product = get(a.data(), p.dtype, i) * get(b.data(), p.dtype, i);
+      difference += sign * product, size += std::fabs(product);
+    }
+  };
+  add(out, grad_out, rows, 1), add(state, grad_state, held, 1), add(x, dx, rows, -1), add(first, ds, held, -1);
+  expect(std::fabs(difference) <= (w == 2 ? 1e-2 : 1e-4) * size, isa, "causal convolution", n);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -470,6 +508,7 @@ int main(int count, char** arguments) {
       attend(isa.name, isa.kernels, n);
       few_rows(isa.name, isa.kernels, n);
       recurrent(isa.name, isa.kernels, n);
+      convolve(isa.name, isa.kernels, n);
     }
     std::printf("%s: %lld problems\n", isa.name, static_cast<long long>(problems));
   }

@@ -68,10 +68,13 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
   ATTNPACK_CHECK(!scores.alibi(),
                  "model: got one with ALiBi, whose slopes belong to the places of its heads; merged "
                  "heads are put in another order");
+  ATTNPACK_CHECK(!scores.gate(), "model: got one with gates, whose rows belong to the places of its heads; merged heads ",
+                 "are put in another order");
   const auto layers = model->resolved_layers();
   auto state = state_dict(*model);
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   for (int64_t layer = 0; layer < source.num_layers(); ++layer) {
+    if (layers[layer].recurrent()) continue;
     const auto name = [&](const char* rest) { return c10::str("model.layers.", layer, ".self_attn.", rest); };
     const auto find = [&](const char* rest) {
       const auto found = state.find(name(rest));

@@ -5,12 +5,16 @@
 
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/paged_cache.h>
+#include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/recurrent/gated_delta_net.h>
+#include <attnpack/modules/recurrent/kimi_delta_attention.h>
+#include <attnpack/modules/recurrent/linear_attention.h>
 #include <attnpack/ops/softcap.h>
 #include <attnpack/rope/sinusoidal.h>
 
@@ -18,8 +22,46 @@ namespace attnpack {
 
 namespace {
 
+Part<AttentionModule> make_recurrent(const CausalLMOptions& o) {
+  const auto& r = *o.recurrent();
+  const auto heads = r.num_v_heads().value_or(o.num_heads());
+  const auto eps = r.norm_eps().value_or(o.eps());
+  const auto width = [&] { return resolve_head_dim(o.embed_dim(), heads, r.head_k_dim()); };
+  if (r.kind() == "gated_delta_net") {
+    return GatedDeltaNet(GatedDeltaNetOptions(o.embed_dim(), r.num_k_heads().value_or(heads), heads)
+                             .head_k_dim(width())
+                             .head_v_dim(r.head_v_dim().value_or(width()))
+                             .conv_kernel_size(r.conv_kernel_size().value_or(4))
+                             .norm_eps(eps)
+                             .allow_neg_eigval(r.allow_neg_eigval())
+                             .factory(o.factory()));
+  }
+  if (r.kind() == "kimi_delta_attention") {
+    return KimiDeltaAttention(KimiDeltaAttentionOptions(o.embed_dim(), heads)
+                                  .head_dim(width())
+                                  .conv_kernel_size(r.conv_kernel_size().value_or(4))
+                                  .norm_eps(eps)
+                                  .factory(o.factory()));
+  }
+  if (r.kind() == "linear_attention") {
+    return LinearAttention(LinearAttentionOptions(o.embed_dim(), heads)
+                               .head_dim(width())
+                               .feature_map(r.feature_map())
+                               .decay(r.decay())
+                               .bias(r.bias())
+                               .factory(o.factory()));
+  }
+  ATTNPACK_CHECK(r.kind() == "gated_convolution", "recurrent: got kind '", r.kind(),
+                 "', want 'gated_delta_net', 'kimi_delta_attention', 'linear_attention' or 'gated_convolution'");
+  return GatedConvolution(GatedConvolutionOptions(o.embed_dim())
+                              .conv_kernel_size(r.conv_kernel_size().value_or(3))
+                              .bias(r.bias())
+                              .factory(o.factory()));
+}
+
 Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettings& layer,
                                      const RotaryEmbedding& rope) {
+  if (layer.recurrent()) return make_recurrent(o);
   if (o.latent()) {
     return MultiHeadLatentAttention(MultiHeadLatentAttentionOptions(*o.latent())
                                         .embed_dim(o.embed_dim())
@@ -42,6 +84,7 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettin
                                    .alibi(scores.alibi())
                                    .scale(scores.scale())
                                    .query_scale(layer.query_scale() ? scores.query_scale() : std::nullopt)
+                                   .gate(scores.gate())
                                    .rope(rope)
                                    .causal(true)
                                    .dropout(o.attention_dropout())
@@ -55,7 +98,7 @@ int64_t rotated_dims(const CausalLMOptions& o) {
 }
 
 RotaryEmbedding make_rope(const CausalLMOptions& o, const LayerSettings& layer) {
-  const bool none = !layer.rope() || (o.latent() && rotated_dims(o) == 0);
+  const bool none = layer.recurrent() || !layer.rope() || (o.latent() && rotated_dims(o) == 0);
   if (none) return nullptr;
   return RotaryEmbedding(RotaryEmbeddingOptions(rotated_dims(o))
                              .base(*layer.rope_base())
@@ -77,7 +120,7 @@ Part<TokenModule> make_feed_forward(const CausalLMOptions& o, const LayerSetting
 DecoderBlock make_block(const CausalLMOptions& o, const LayerSettings& layer) {
   return DecoderBlock(DecoderBlockOptions(make_attention(o, layer, make_rope(o, layer)), make_feed_forward(o, layer))
                           .norm(o.norm())
-                          .layout(o.layout())
+                          .layout(layer.layout())
                           .eps(o.eps())
                           .dropout(o.dropout())
                           .residual_scale(o.residual_scale()));
@@ -193,19 +236,29 @@ std::vector<LayerSettings> CausalLMImpl::resolved_layers() const {
     if (!layer.rope_scaling()) layer.rope_scaling(o.rope_scaling());
     layer.rope(layer.rope() && o.position_embedding() == "rope");
     layer.experts(layer.experts() && o.experts());
+    layer.recurrent(layer.recurrent() && o.recurrent());
+    if (!layer.layout()) layer.layout(o.layout());
   }
   return layers;
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const { return model->new_cache(); }
 
+std::shared_ptr<ModelCache> CausalLMImpl::cache_of(
+    const std::function<std::shared_ptr<KVCache>()>& of_attention) const {
+  auto layers = dynamic_cache()->layers();
+  for (auto& layer : layers)
+    if (!std::dynamic_pointer_cast<RecurrentCache>(layer)) layer = of_attention();
+  return std::make_shared<ModelCache>(std::move(layers));
+}
+
 std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t max_len) const {
   const auto& latent = options.latent();
   const int64_t width = latent ? *latent->kv_lora_rank() + *latent->qk_rope_head_dim() : *options.head_dim();
   auto shape = StaticCacheOptions(batch, latent ? 1 : *options.num_kv_heads(), max_len, width);
   if (latent) shape.v_head_dim(0);
-  return std::make_shared<ModelCache>(options.num_layers(),
-                                      shape.tensor(model->state_options()));
+  shape.tensor(model->state_options());
+  return cache_of([&] { return std::make_shared<StaticCache>(shape); });
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
@@ -213,15 +266,14 @@ std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
   const auto settings = resolved_layers();
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto [left, right] = settings[i].window().value_or(Window{-1, -1});
+    if (settings[i].recurrent()) continue;
     if (left >= 0 && right <= 0) layers[i] = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left));
   }
   return std::make_shared<ModelCache>(std::move(layers));
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::quantized_cache(const QuantizedCacheOptions& cache) const {
-  std::vector<std::shared_ptr<KVCache>> layers;
-  for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<QuantizedCache>(cache));
-  return std::make_shared<ModelCache>(std::move(layers));
+  return cache_of([&] { return std::make_shared<QuantizedCache>(cache); });
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num_pages) const {
@@ -230,9 +282,7 @@ std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num
                  "or 'none': pages hold the keys and values of heads");
   const auto shape = PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages)
                          .tensor(model->state_options());
-  std::vector<std::shared_ptr<KVCache>> layers;
-  for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<PagedCache>(shape));
-  return std::make_shared<ModelCache>(std::move(layers));
+  return cache_of([&] { return std::make_shared<PagedCache>(shape); });
 }
 
 void CausalLMImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::CausalLM", options); }

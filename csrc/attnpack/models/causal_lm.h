@@ -9,6 +9,8 @@
 #include <attnpack/modules/stack.h>
 #include <attnpack/ops/option_list.h>
 
+#include <functional>
+
 namespace attnpack {
 
 // A layer's own settings. A setting that is not given is that of the model's options.
@@ -20,6 +22,25 @@ struct LayerSettings : OptionList<LayerSettings> {
   ATTNPACK_OPTION(bool, qk_norm) = true;      // false: no norm on its queries and keys
   ATTNPACK_OPTION(bool, query_scale) = true;  // false: its scores do not grow with the position
   ATTNPACK_OPTION(bool, experts) = true;      // false: the plain feed-forward in a model with experts
+  // false: attention in a model with recurrent layers.
+  ATTNPACK_OPTION(bool, recurrent) = true;
+  ATTNPACK_OPTION(std::optional<std::string>, layout);  // places of the norms, as in DecoderBlockOptions
+};
+
+// A recurrent layer: its kind, and the options of that module. Options of other kinds do not apply.
+struct RecurrentSettings : OptionList<RecurrentSettings> {
+  // "gated_delta_net", "kimi_delta_attention", "linear_attention" or "gated_convolution".
+  ATTNPACK_OPTION(std::string, kind) = "gated_delta_net";
+  ATTNPACK_OPTION(std::optional<int64_t>, num_v_heads);  // or heads of a kind; default the model's num_heads
+  ATTNPACK_OPTION(std::optional<int64_t>, num_k_heads);  // default num_v_heads
+  ATTNPACK_OPTION(std::optional<int64_t>, head_k_dim);   // or the head_dim of a kind; default embed_dim / num_v_heads
+  ATTNPACK_OPTION(std::optional<int64_t>, head_v_dim);   // default head_k_dim
+  ATTNPACK_OPTION(std::optional<int64_t>, conv_kernel_size);
+  ATTNPACK_OPTION(std::optional<double>, norm_eps);  // default the model's eps
+  ATTNPACK_OPTION(bool, allow_neg_eigval) = false;
+  ATTNPACK_OPTION(bool, bias) = false;
+  ATTNPACK_OPTION(std::string, feature_map) = "identity";
+  ATTNPACK_OPTION(std::string, decay) = "none";
 };
 
 // Further options of all attention layers, as in GroupedQueryAttentionOptions.
@@ -30,6 +51,7 @@ struct ScoreSettings : OptionList<ScoreSettings> {
   ATTNPACK_OPTION(std::optional<double>, scale);
   ATTNPACK_OPTION(std::optional<int64_t>, rope_dim);  // the first dims of a head that rotate; default all
   ATTNPACK_OPTION(std::optional<QueryScale>, query_scale);
+  ATTNPACK_OPTION(std::optional<std::string>, gate);
 };
 
 struct CausalLMOptions : OptionList<CausalLMOptions> {
@@ -76,6 +98,8 @@ struct CausalLMOptions : OptionList<CausalLMOptions> {
   ATTNPACK_OPTION(std::optional<ScoreSettings>, scores);
   // A MixtureOfExperts in place of each feed-forward; its embed_dim is the model's.
   ATTNPACK_OPTION(std::optional<MixtureOfExpertsOptions>, experts);
+  // A recurrent layer in the place of each attention; layer_settings say where there is attention.
+  ATTNPACK_OPTION(std::optional<RecurrentSettings>, recurrent);
   // One for each layer, where layers differ.
   ATTNPACK_OPTION(std::vector<LayerSettings>, layer_settings);
   ATTNPACK_OPTION(Factory, factory);
@@ -104,7 +128,8 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   // Decoder block i; raises for an i beyond the last one.
   DecoderBlock layer(size_t i) const { return model->layer(i); }
 
-  // Caches of the right shape for every layer: growing, or with room for max_len positions.
+  // Caches of the right shape for every layer: growing, or with room for max_len positions. Recurrent layers have a
+  // RecurrentCache in each of them.
   std::shared_ptr<ModelCache> dynamic_cache() const;
   std::shared_ptr<ModelCache> static_cache(int64_t batch, int64_t max_len) const;
   // A SlidingWindowCache for each layer with a window (left, 0), for the others what dynamic_cache() gives.
@@ -125,6 +150,10 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(CausalLMInputs())})
+
+ private:
+  // A RecurrentCache for each recurrent layer, for the others what of_attention() gives.
+  std::shared_ptr<ModelCache> cache_of(const std::function<std::shared_ptr<KVCache>()>& of_attention) const;
 };
 TORCH_MODULE(CausalLM);
 

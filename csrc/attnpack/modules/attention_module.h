@@ -47,6 +47,8 @@ struct AttentionInputs : OptionList<AttentionInputs> {
   ATTNPACK_OPTION(std::optional<at::Tensor>, key_index);
   // key_index names blocks of so many keys. For multi-head, grouped-query and multi-query attention.
   ATTNPACK_OPTION(int64_t, key_block) = 1;
+  // Only for recurrent layers: packed sequences in a batch of one, as in linear_attention.
+  ATTNPACK_OPTION(std::optional<at::Tensor>, cu_seqlens);
 };
 
 // The interface of an attention layer, as blocks use it.

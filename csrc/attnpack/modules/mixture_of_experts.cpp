@@ -65,6 +65,11 @@ void MixtureOfExpertsImpl::reset() {
   experts = register_module("experts", torch::nn::ModuleList());
   for (int64_t i = 0; i < o.num_experts(); ++i) experts->push_back(expert(o.hidden_dim()));
   if (o.shared_dim()) shared_experts = register_module("shared_experts", expert(*o.shared_dim()));
+  ATTNPACK_CHECK(!o.shared_gate() || o.shared_dim(), "shared_gate: got True without shared_dim; give the width of the ",
+                 "expert that it is a factor on too");
+  if (o.shared_gate())
+    shared_expert_gate =
+        register_module("shared_expert_gate", Linear(LinearOptions(o.embed_dim(), 1).bias(false).factory(o.factory())));
 }
 
 at::Tensor MixtureOfExpertsImpl::forward(const at::Tensor& x) {
@@ -92,7 +97,9 @@ at::Tensor MixtureOfExpertsImpl::forward(const at::Tensor& x) {
     begin += count;
   }
   out = out.view_as(x);
-  return shared_experts ? out + shared_experts(x) : out;
+  if (!shared_experts) return out;
+  const auto shared = shared_experts(x);
+  return out + (shared_expert_gate ? shared_expert_gate(x).sigmoid() * shared : shared);
 }
 
 void MixtureOfExpertsImpl::pretty_print(std::ostream& stream) const {

@@ -34,6 +34,7 @@ struct MixtureOfExpertsOptions : OptionList<MixtureOfExpertsOptions> {
   ATTNPACK_OPTION(bool, bias) = false;                  // of the experts
   ATTNPACK_OPTION(bool, weigh_inputs) = false;          // the weights multiply what goes into the experts (Llama 4)
   ATTNPACK_OPTION(std::optional<int64_t>, shared_dim);  // width inside an expert for all tokens; none: no such expert
+  ATTNPACK_OPTION(bool, shared_gate) = false;  // sigmoid(shared_expert_gate(x)) is a factor on that expert (Qwen 2)
   ATTNPACK_OPTION(Factory, factory);
 };
 
@@ -72,6 +73,7 @@ class MixtureOfExpertsImpl : public torch::nn::Cloneable<MixtureOfExpertsImpl>, 
   ExpertGate gate{nullptr};
   torch::nn::ModuleList experts{nullptr};
   FeedForward shared_experts{nullptr};
+  Linear shared_expert_gate{nullptr};
 };
 TORCH_MODULE(MixtureOfExperts);
 

@@ -22,7 +22,7 @@ LinearAttentionGradients linear_attention_backward_op(const Tensor& grad_out, co
 }
 
 std::tuple<Tensor, Tensor> linear_attention_with_state(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                       const LinearAttentionOptions& o) {
+                                                       const RecurrenceOptions& o) {
   check_dense("query", query);
   check_dense("key", key);
   check_dense("value", value);
@@ -36,8 +36,7 @@ std::tuple<Tensor, Tensor> linear_attention_with_state(const Tensor& query, cons
        dense("kv_lens", o.kv_lens()), dense("cu_seqlens", o.cu_seqlens()), o.scale()});
 }
 
-Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                        const LinearAttentionOptions& options) {
+Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& value, const RecurrenceOptions& options) {
   return std::get<0>(linear_attention_with_state(query, key, value, options));
 }
 

@@ -10,7 +10,7 @@ namespace attnpack {
 
 // The options of linear attention. B: batch. Hk, Hv: heads of query and key, and of values. N: sequences, which are B
 // or those of cu_seqlens.
-struct LinearAttentionOptions {
+struct RecurrenceOptions {
   // The log of what is kept of the state, at most 0: [B, Hv, L], or [B, Hv, L, D] for each channel. None: all is kept.
   TORCH_ARG(std::optional<at::Tensor>, log_decay);
   // How much of the difference from what the state holds for a key is written, [B, Hv, L]. None: values are added.
@@ -31,14 +31,14 @@ struct LinearAttentionOptions {
 // (Katharopoulos et al. 2020; delta rule: Yang et al. 2024, arXiv 2406.06484; with decay: arXiv 2412.06464; decay per
 // channel: Kimi Linear 2025.) fp64, fp32, bf16 or fp16; log_decay, beta and states of any float dtype. Decays that
 // underflow are exact zeros. Errors: c10::Error that names the argument.
-at::Tensor linear_attention(const at::Tensor& query,                      // [B, Hk, L, D]
-                            const at::Tensor& key,                        // [B, Hk, L, D]
-                            const at::Tensor& value,                      // [B, Hv, L, Dv]
-                            const LinearAttentionOptions& options = {});  // -> [B, Hv, L, Dv]
+at::Tensor linear_attention(const at::Tensor& query,                 // [B, Hk, L, D]
+                            const at::Tensor& key,                   // [B, Hk, L, D]
+                            const at::Tensor& value,                 // [B, Hv, L, Dv]
+                            const RecurrenceOptions& options = {});  // -> [B, Hv, L, Dv]
 
 // The same, and the states after the last tokens: (out, state [N, Hv, D, Dv] in fp32, fp64 for fp64 inputs).
 std::tuple<at::Tensor, at::Tensor> linear_attention_with_state(const at::Tensor& query, const at::Tensor& key,
                                                                const at::Tensor& value,
-                                                               const LinearAttentionOptions& options = {});
+                                                               const RecurrenceOptions& options = {});
 
 }  // namespace attnpack

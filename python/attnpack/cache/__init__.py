@@ -5,6 +5,7 @@ from .kv_cache import DynamicCache, KVCache, ModelCache, StaticCache, check_kind
 from .latent_cache import LatentCache
 from .paged_cache import PagedCache
 from .quantized_cache import QuantizedCache
+from .recurrent_cache import RecurrentCache
 from .sliding_window_cache import SlidingWindowCache
 from .sparse_cache import SparseCache
 
@@ -16,6 +17,7 @@ __all__ = [
     "ModelCache",
     "QuantizedCache",
     "PagedCache",
+    "RecurrentCache",
     "SlidingWindowCache",
     "SparseCache",
     "StaticCache",

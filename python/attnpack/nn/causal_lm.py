@@ -19,7 +19,7 @@ from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts
 from .kept_twin import generate_by_twin
 from .linear import linear, project
-from .native import NativeModule
+from .native import NativeModule, maker_of
 from .rope import RotaryEmbedding
 from .spread import Spread, check_lengths, refuse_spread
 from .stack import Decoder
@@ -57,11 +57,18 @@ class CausalLM(NativeModule):
         dropout, attention_dropout: in training, dropout of the embeddings and of what each block adds, and that of the
             probabilities.
         scores: what attention has beside the usual: a dict with `softcap`, `sinks`, `alibi`, `scale` as in
-            GroupedQueryAttention, `query_scale` too, and `rope_dim`, the first dims of a head that rotate, default all.
+            GroupedQueryAttention, `query_scale` and `gate` too, and `rope_dim`, the first dims of a head that rotate,
+            default all.
         experts: a MixtureOfExperts in place of each feed-forward: a dict with its keywords but for embed_dim.
         layer_settings: where layers differ, a dict for each, with what this layer has of its own: `window` ((-1, -1)
-            for none), `rope_base`, `rope_scaling`; `rope` False for no rotation, `qk_norm` False for no norm on
-            queries and keys, `query_scale` False where the model has one, `experts` False for the plain feed-forward.
+            for none), `rope_base`, `rope_scaling`, `layout`; `rope` False for no rotation, `qk_norm` False for no norm
+            on queries and keys, `query_scale` False where the model has one, `experts` False for the plain
+            feed-forward, `recurrent` False for attention in a model with recurrent layers.
+        recurrent: a recurrent layer in the place of each attention: a dict with its `kind`, "gated_delta_net",
+            "kimi_delta_attention", "linear_attention" or "gated_convolution", and keywords of that module:
+            num_v_heads (the heads of a kind; default num_heads), num_k_heads, head_k_dim (the head_dim of a kind;
+            default embed_dim / num_v_heads), head_v_dim, conv_kernel_size, norm_eps (default eps), allow_neg_eigval,
+            bias, feature_map, decay. Its caches are RecurrentCaches, which cannot be cropped.
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
             v_head_dim, and optionally q_lora_rank, latent_norm, query_scale and path, as in MultiHeadLatentAttention,
             which also takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window, scores and out_bias.
@@ -107,6 +114,7 @@ class CausalLM(NativeModule):
         attention_dropout: float = 0.0,
         scores: dict[str, Any] | None = None,
         experts: dict[str, Any] | None = None,
+        recurrent: dict[str, Any] | None = None,
         layer_settings: Sequence[dict[str, Any]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -126,16 +134,23 @@ class CausalLM(NativeModule):
         elif position_embedding == "sinusoidal":
             tables["embed_positions"] = fixed = table(max_positions).requires_grad_(False)
             fixed.weight.copy_(sinusoidal_positions(max_positions, embed_dim))
-        blocks = [self._block(settings, **factory) for settings in twin.resolved_layers()]
+        parts = twin.named_modules()
+        blocks = [
+            self._block(settings, parts[f"model.layers.{i}.self_attn"], **factory)
+            for i, settings in enumerate(twin.resolved_layers())
+        ]
         self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, dropout=dropout, **tables)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=head_bias, **factory)
         self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
-    def _block(self, settings: dict[str, Any], **factory: Any) -> DecoderBlock:
-        """The block of a layer with these settings, in which nothing is left to the model's."""
-        shared = {name: getattr(self, name) for name in ("norm", "layout", "eps", "dropout", "residual_scale")}
-        return DecoderBlock(self._attention(settings, **factory), self._feed_forward(settings, **factory), **shared)
+    def _block(self, settings: dict[str, Any], part: Any, **factory: Any) -> DecoderBlock:
+        """The block of a layer with these settings, in which nothing is left to the model's; part: the twin of its
+        attention."""
+        shared = {name: getattr(self, name) for name in ("norm", "eps", "dropout", "residual_scale")}
+        attention = maker_of(part)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
+        feed_forward = self._feed_forward(settings, **factory)
+        return DecoderBlock(attention, feed_forward, layout=settings["layout"], **shared)
 
     def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         rope = self._rope(settings)

@@ -135,6 +135,7 @@ class MixtureOfExperts(NativeModule):
         activation, bias: of the experts, as in FeedForward.
         weigh_inputs: the weights multiply what goes into the experts, and not what comes out (Llama 4).
         shared_dim: width inside an expert for all tokens; None for no such expert.
+        shared_gate: sigmoid(shared_expert_gate(x)), one number for each token, is a factor on that expert (Qwen 2).
     """
 
     _cpp_class = cpp.MixtureOfExperts
@@ -157,6 +158,7 @@ class MixtureOfExperts(NativeModule):
         bias: bool = False,
         weigh_inputs: bool = False,
         shared_dim: int | None = None,
+        shared_gate: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -178,6 +180,7 @@ class MixtureOfExperts(NativeModule):
 
         self.experts = nn.ModuleList(expert(hidden_dim) for _ in range(num_experts))
         self.shared_experts = None if shared_dim is None else expert(shared_dim)
+        self.shared_expert_gate = nn.Linear(embed_dim, 1, bias=False, **factory) if shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., embed_dim] -> [..., embed_dim]"""
@@ -189,7 +192,11 @@ class MixtureOfExperts(NativeModule):
         unknown = torch.compiler.is_compiling() or rows.is_meta  # what is chosen
         mixed = self._all(rows, weights, index) if unknown else self._some(rows, weights, index)
         out = mixed.view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        gate = self.shared_expert_gate
+        return out + (shared if gate is None else project(gate, x).sigmoid() * shared)
 
     def _some(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Each expert on the tokens that chose it."""

@@ -21,7 +21,7 @@ from ..signatures import HasForward, HasTwin, P, Result, Twin
 from .stored import StoredEmbedding, StoredLinear
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
-_PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, StoredLinear, StoredEmbedding)
+_PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Conv1d, nn.ModuleList, StoredLinear, StoredEmbedding)
 
 
 class NativeModule(nn.Module):
@@ -72,7 +72,7 @@ class NativeModule(nn.Module):
         whose class is known only to C++ are left to the constructor.
         """
         for name, part in twin.named_children().items():
-            if not hasattr(self, name) and (make := _maker_of(part)):
+            if not hasattr(self, name) and (make := maker_of(part)):
                 setattr(self, name, make(device=device, dtype=dtype))
         ours = (kind for kind in type(self).__mro__ if kind.__module__.startswith(__package__))
         for name, hint in chain.from_iterable(get_annotations(kind).items() for kind in ours):
@@ -167,10 +167,13 @@ _BY_TWIN: dict[type, type[NativeModule]] = {}
 _TORCH_LAYERS: dict[type, Callable[..., nn.Module]] = {
     cpp.Linear: nn.Linear,
     cpp.LayerNorm: lambda dim, **settings: nn.LayerNorm(dim, **settings),
+    cpp.ShortConvolution: lambda channels, kernel_size, **settings: nn.Conv1d(
+        channels, channels, kernel_size, groups=channels, padding=kernel_size - 1, **settings
+    ),
 }
 
 
-def _maker_of(twin: Any) -> Callable[..., nn.Module] | None:
+def maker_of(twin: Any) -> Callable[..., nn.Module] | None:
     """What makes a layer like the twin, given device and dtype; None if Python has no class for it."""
     if type(twin) in _TORCH_LAYERS:
         return partial(_TORCH_LAYERS[type(twin)], **twin.options())

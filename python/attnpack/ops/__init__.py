@@ -34,6 +34,7 @@ from .positions import (
     with_native_rope,
 )
 from .recurrent import causal_conv1d, linear_attention
+from .recurrent_layers import delta_attend, gated_convolution, linear_attend
 from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
 from .stored import stored_linear, stored_linears, stored_rows, to_stored, widen_stored
@@ -57,18 +58,21 @@ __all__ = [
     "attention_varlen",
     "causal_conv1d",
     "compress_tokens",
+    "delta_attend",
     "dequantize_rows",
     "draw_seed",
     "flat_layer",
     "flat_rope",
     "flat_rules",
     "gate_heads",
+    "gated_convolution",
     "index_keys",
     "indexer_loss",
     "latent_append",
     "latent_attend",
     "latent_attend_by",
     "linear",
+    "linear_attend",
     "linear_attention",
     "linears",
     "merge_states",

@@ -41,7 +41,7 @@ TEST_CASE("every op names an undefined argument") {
   REQUIRE(names("weight", [&] { rms_norm(x, none, 1e-6); }));
   const auto heads = torch::randn({1, 2, 3, 8});
   REQUIRE(names("key", [&] { linear_attention(heads, none, heads); }));
-  REQUIRE(names("beta", [&] { linear_attention(heads, heads, heads, LinearAttentionOptions().beta(none)); }));
+  REQUIRE(names("beta", [&] { linear_attention(heads, heads, heads, RecurrenceOptions().beta(none)); }));
   REQUIRE(names("input", [&] { attnpack::linear(none, x); }));
   REQUIRE(names("bias", [&] { attnpack::linear(x, x, none); }));
   REQUIRE(names("weights[1]", [&] { linears(x, {x.select(0, 0), none}); }));

@@ -9,6 +9,7 @@
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
+#include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/cache/sparse_cache.h>
 #include <attnpack/cache/static_cache.h>
@@ -55,6 +56,9 @@ void show_parts(const KVCache& cache, const Show& show) {
   } else if (const auto* held = dynamic_cast<const SparseCache*>(&cache)) {
     show("block", [&] { return held->block(); });
     show("index", [&] { return held->index(); });
+  } else if (const auto* held = dynamic_cast<const RecurrentCache*>(&cache)) {
+    show("conv_state", [&] { return held->conv_state(); });
+    show("state", [&] { return held->state_matrix(); });
   } else if (const auto* held = dynamic_cast<const StaticCache*>(&cache)) {
     show("max_len", [&] { return *held->capacity(); });
   } else if (const auto* held = dynamic_cast<const SlidingWindowCache*>(&cache)) {
@@ -84,6 +88,7 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   if (kind == "DynamicCache") cache = std::make_shared<DynamicCache>();
   if (kind == "LatentCache") cache = std::make_shared<LatentCache>();
   if (kind == "SparseCache") cache = std::make_shared<SparseCache>();
+  if (kind == "RecurrentCache") cache = std::make_shared<RecurrentCache>();
   if (kind == "CrossCache") cache = std::make_shared<CrossCache>();
   if (kind == "StaticCache") cache = std::make_shared<StaticCache>(CacheTensors());
   if (kind == "SlidingWindowCache") {
@@ -98,8 +103,9 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   if (kind == "PagedCache") return std::make_shared<PagedCache>(CacheState{tensors.vec(), numbers.vec()});
   ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
   const bool index_first = (kind == "SparseCache" || kind == "LatentCache") && tensors.size() == 2;
-  ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2) || index_first, "tensors: got ",
-                 tensors.size(), ", want lengths, key and value, or only lengths for a cache that grows");
+  ATTNPACK_CHECK(
+      tensors.size() >= 3 || kind == "RecurrentCache" || (kind != "StaticCache" && tensors.size() < 2) || index_first,
+      "tensors: got ", tensors.size(), ", want lengths, key and value, or only lengths for a cache that grows");
   if (!tensors.empty()) cache->restore({tensors.vec(), numbers.vec()});
   return cache;
 }
@@ -166,6 +172,21 @@ Changed cache_store(const HeldCache& held, const Tensor& key, const Tensor& valu
 
 void cache_check_call(const HeldCache& held, const Tensor& x, const std::optional<Tensor>& context) {
   made_as<CrossCache>(held, "CrossCache")->check_call(x, context);
+}
+
+Tensors cache_states(const HeldCache& held, SymInt batch, at::IntArrayRef conv_shape, at::IntArrayRef state_shape) {
+  const auto states = made_as<RecurrentCache>(held, "RecurrentCache")->states(batch, conv_shape, state_shape);
+  Tensors result;
+  for (const auto* part : {&states.conv, &states.state})
+    if (part->defined()) result.push_back(*part);
+  return result;
+}
+
+Changed cache_advance(const HeldCache& held, const std::optional<Tensor>& conv_state,
+                      const std::optional<Tensor>& state, SymInt new_len, const std::optional<Tensor>& new_lens) {
+  const auto cache = made_as<RecurrentCache>(held, "RecurrentCache");
+  cache->advance({conv_state.value_or(Tensor()), state.value_or(Tensor())}, new_len, new_lens);
+  return state_of(*cache);
 }
 
 Changed cache_fork(const HeldCache& held, const Tensor& index) {
@@ -292,6 +313,14 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
         from_schema<cache_store>);
   m.def("cache_check_call(str kind, Tensor[] tensors, SymInt[] numbers, Tensor x, Tensor? context) -> ()",
         from_schema<cache_check_call>);
+  m.def(
+      "cache_states(str kind, Tensor(a)[] tensors, SymInt[] numbers, SymInt batch, int[] conv_shape, int[] "
+      "state_shape) "
+      "-> Tensor(a)[]",
+      from_schema<cache_states>);
+  m.def("cache_advance" ATTNPACK_STATE
+        ", Tensor? conv_state, Tensor? state, SymInt new_len, Tensor? new_lens" ATTNPACK_CHANGED ")",
+        from_schema<cache_advance>);
   m.def("cache_fork" ATTNPACK_STATE ", Tensor index" ATTNPACK_CHANGED ")", from_schema<cache_fork>);
   m.def("cache_release" ATTNPACK_STATE ", Tensor rows" ATTNPACK_CHANGED ")", from_schema<cache_release>);
   m.def("cache_give_back" ATTNPACK_STATE ATTNPACK_CHANGED ")", from_schema<cache_give_back>);

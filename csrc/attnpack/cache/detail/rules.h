@@ -65,6 +65,12 @@ Room cache_reserve_index(const HeldCache& held, const at::Tensor& key);
 // For a SparseCache.
 Changed cache_keep_sums(const HeldCache& held, int64_t block, c10::SymInt new_len);
 
+// For a RecurrentCache. The states for a call: those that it holds, or an empty list.
+Tensors cache_states(const HeldCache& held, c10::SymInt batch, at::IntArrayRef conv_shape, at::IntArrayRef state_shape);
+Changed cache_advance(const HeldCache& held, const std::optional<at::Tensor>& conv_state,
+                      const std::optional<at::Tensor>& state, c10::SymInt new_len,
+                      const std::optional<at::Tensor>& new_lens);
+
 // For a PagedCache.
 Changed cache_fork(const HeldCache& held, const at::Tensor& index);
 Changed cache_release(const HeldCache& held, const at::Tensor& rows);

@@ -90,14 +90,14 @@ void HfCheckpoint::add(const std::string& stored, const std::vector<HfPart>& par
   if (!files_.count(scales)) scales.clear();  // weights that are not quantised have none
   plain_ = plain_ && parts.size() == 1 && parts[0].name == stored && !parts[0].cut && scales.empty();
   for (const auto& part : parts) {
-    const bool is_new = sources_.emplace(part.name, Source{stored, scales, part.cut}).second;
+    const bool is_new = sources_[part.name].emplace(part.piece, Piece{stored, scales, part.cut}).second;
     refuse_unless(is_new, path_, ": has ", brief(part.name), " twice, once as ", brief(stored), "; ", kGetAgain);
   }
 }
 
-at::Tensor HfCheckpoint::part_of(const Source& source, const Load& load) const {
-  if (source.scales.empty()) return source.cut(load(source.stored));
-  return quantization_.numbers(load(source.stored), load(source.scales), source.cut);
+at::Tensor HfCheckpoint::part_of(const Piece& piece, const Load& load) const {
+  if (!piece.scales.empty()) return quantization_.numbers(load(piece.stored), load(piece.scales), piece.cut);
+  return piece.cut ? piece.cut(load(piece.stored)) : load(piece.stored);
 }
 
 Shapes HfCheckpoint::shapes() const {
@@ -108,27 +108,52 @@ Shapes HfCheckpoint::shapes() const {
   };
   Shapes shapes;
   for (const auto& [name, source] : sources_) {
-    if (source.is_whole()) {
-      shapes[name] = files_.at(source.stored)->tensors().at(source.stored).shape;
+    const auto& first = source.begin()->second;
+    if (source.size() == 1 && first.is_whole()) {
+      shapes[name] = files_.at(first.stored)->tensors().at(first.stored).shape;
       continue;
     }
-    const auto sizes = naming(path_, (source.stored + " does not fit the configuration").c_str(), kGetAgain,
-                              [&] { return part_of(source, without_numbers).sizes().vec(); });
+    std::vector<int64_t> sizes;
+    for (const auto& [number, piece] : source) {
+      naming(path_, (piece.stored + " does not fit the configuration").c_str(), kGetAgain, [&] {
+        const auto part = part_of(piece, without_numbers).sizes().vec();
+        if (sizes.empty()) {
+          sizes = part;
+        } else {
+          const bool beside = part.size() == sizes.size() && !part.empty() &&
+                              std::equal(part.begin() + 1, part.end(), sizes.begin() + 1);
+          TORCH_CHECK_VALUE(beside, "it has the shape ", at::IntArrayRef(part), ", its neighbours ",
+                            at::IntArrayRef(sizes));
+          sizes[0] += part[0];
+        }
+      });
+    }
     shapes[name] = {sizes.begin(), sizes.end()};
   }
   return shapes;
 }
 
 at::ScalarType HfCheckpoint::dtype(const std::string& name) const {
-  const auto& source = sources_.at(name);
+  const auto& source = sources_.at(name).begin()->second;
   return source.scales.empty() ? files_.at(source.stored)->weight_dtype(source.stored) : at::kBFloat16;
 }
 
 void HfCheckpoint::read(const std::string& name, const at::Tensor& out) const {
   const auto& source = sources_.at(name);
-  if (source.is_whole()) return files_.at(source.stored)->read(source.stored, out);
+  const auto& first = source.begin()->second;
+  if (source.size() == 1 && first.is_whole()) return files_.at(first.stored)->read(first.stored, out);
   dtype(name);  // raises for one that is no weight's
-  out.copy_(part_of(source, [&](const std::string& stored) { return files_.at(stored)->map(stored); }));
+  const auto load = [&](const std::string& stored) { return files_.at(stored)->map(stored); };
+  if (source.size() == 1) {
+    out.copy_(part_of(first, load));
+    return;
+  }
+  int64_t row = 0;
+  for (const auto& [number, piece] : source) {
+    const auto part = part_of(piece, load);
+    out.narrow(0, row, part.size(0)).copy_(part);
+    row += part.size(0);
+  }
 }
 
 // As transformers does: a stored head that differs from the embedding is the head, and a head without an embedding is
@@ -139,9 +164,9 @@ void HfCheckpoint::find_tied_head() {
   if (embedding == sources_.end()) {
     sources_.emplace(kEmbedding, head->second);
     plain_ = false;
-  } else if (are_equal(*files_.at(head->second.stored), head->second.stored, *files_.at(embedding->second.stored),
-                       embedding->second.stored)) {
-    files_.erase(head->second.stored);
+  } else if (const auto& own = head->second.begin()->second.stored, &other = embedding->second.begin()->second.stored;
+             are_equal(*files_.at(own), own, *files_.at(other), other)) {
+    files_.erase(own);
   } else {
     options_.tie_embeddings(false);
     return;
@@ -151,7 +176,7 @@ void HfCheckpoint::find_tied_head() {
 
 HfCheckpoint::Files HfCheckpoint::files_by_name() const {
   Files files;
-  for (const auto& [name, source] : sources_) files.emplace(name, files_.at(source.stored));
+  for (const auto& [name, source] : sources_) files.emplace(name, files_.at(source.begin()->second.stored));
   return files;
 }
 

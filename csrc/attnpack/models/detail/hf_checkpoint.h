@@ -36,21 +36,22 @@ class HfCheckpoint {
   void read(const std::string& name, const at::Tensor& out) const;
 
  private:
-  // Where a tensor of the state dict comes from.
-  struct Source {
+  // Where rows of a tensor of the state dict come from.
+  struct Piece {
     std::string stored;
     std::string scales;                                // of a quantised one, else empty
     std::function<at::Tensor(const at::Tensor&)> cut;  // none for all of it
 
     bool is_whole() const { return !cut && scales.empty(); }
   };
+  using Source = std::map<int, Piece>;  // of all its rows, by the numbers of the parts
   using Load = std::function<at::Tensor(const std::string& stored)>;
 
   HfCheckpoint(std::string directory, HfSettings settings, std::optional<int64_t> max_positions);
   void find_files();
   void add(const std::string& stored, const std::vector<HfPart>& parts);
-  // The source's part, out of what `load` gives for the stored tensors.
-  at::Tensor part_of(const Source& source, const Load& load) const;
+  // The piece, out of what `load` gives for the stored tensors.
+  at::Tensor part_of(const Piece& piece, const Load& load) const;
   void find_tied_head();
 
   std::string path_;

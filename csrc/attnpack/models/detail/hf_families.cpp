@@ -4,6 +4,7 @@
 #include <attnpack/models/detail/hf_config.h>
 #include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
+#include <attnpack/models/detail/hf_hybrid_families.h>
 
 namespace attnpack {
 
@@ -218,7 +219,7 @@ const HfAliases kOfFalcon{
 }  // namespace
 
 const std::vector<HfFamily>& hf_families() {
-  static const std::vector<HfFamily> families = {
+  static const std::vector<HfFamily> own = {
       // model_type, configure, names of the tensors, names of the settings, eps, tied embeddings, what it honours
       {"llama", configure_llama},
       {"mistral", configure_mistral},
@@ -282,6 +283,11 @@ const std::vector<HfFamily>& hf_families() {
        .parts = packed_experts_parts,
        .honours = {"partial_rotary_factor"}},
   };
+  static const std::vector<HfFamily> families = [] {
+    auto all = own;
+    for (const auto& family : hf_hybrid_families()) all.push_back(family);
+    return all;
+  }();
   return families;
 }
 

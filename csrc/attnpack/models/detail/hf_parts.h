@@ -11,10 +11,12 @@
 // Where the tensors of a family's checkpoints go: one of theirs may hold several of CausalLM's.
 namespace attnpack {
 
-// A tensor of CausalLM: its name, and how it is cut out of the stored one, as a view. No cut: all of it.
+// A tensor of CausalLM: its name, and how it is cut out of the stored one. No cut: all of it. Several parts of one name
+// stand one after the other in its rows, in the order of their numbers.
 struct HfPart {
   std::string name;
   std::function<at::Tensor(const at::Tensor&)> cut;
+  int piece = 0;
 };
 
 // The parts of the stored tensor of that name; none for one that a model does not need.

@@ -36,11 +36,11 @@ Shapes shapes_of_one_layer(const std::string& path, CausalLMOptions options, con
 
 // num_tensors: of the checkpoint. If the model has far more, a list of their names would cost much.
 Shapes expected_shapes(const std::string& path, uint64_t num_tensors, const CausalLMOptions& options) {
-  std::map<bool, Shapes> kinds;  // layers with and without experts differ in their shapes
+  std::map<std::string, Shapes> kinds;  // what layers of different shapes differ in
   Shapes expected;
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) {
     const auto settings = options.layer_settings().empty() ? LayerSettings() : options.layer_settings()[layer];
-    const bool kind = settings.experts();
+    const auto kind = c10::str(settings.experts(), settings.recurrent(), settings.layout().value_or(""));
     if (!kinds.count(kind)) kinds[kind] = shapes_of_one_layer(path, options, settings);
     refuse_unless(expected.size() <= 2 * num_tensors + 1000, path, ": its configuration asks for ",
                   options.num_layers(), " layers, of which ", layer, " have ", expected.size(), " tensors, but it has ",

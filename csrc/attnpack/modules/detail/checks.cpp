@@ -153,6 +153,12 @@ void check_no_key_index(bool key_index) {
                  "leave it out, or call attnpack::attention");
 }
 
+void check_no_cu_seqlens(bool cu_seqlens) {
+  ATTNPACK_CHECK(!cu_seqlens,
+                 "cu_seqlens: got one, but only recurrent layers take packed sequences; pad them and give ",
+                 "kv_lens, or call attnpack::attention_varlen");
+}
+
 void check_no_key_block(int64_t key_block) {
   ATTNPACK_CHECK(key_block == 1, "key_block: got ", key_block, ", but only multi-head, grouped-query and multi-query ",
                  "attention take blocks; leave it out, and name single keys");

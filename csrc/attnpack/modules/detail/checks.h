@@ -62,6 +62,9 @@ void check_no_index_cache(bool index_cache);
 // Refuses key_index for a module that does not take it.
 void check_no_key_index(bool key_index);
 
+// Refuses packed sequences for a module that takes them as a nested tensor, or not at all.
+void check_no_cu_seqlens(bool cu_seqlens);
+
 // Refuses blocks of keys for a module whose key_index names single keys, or that has none.
 void check_no_key_block(int64_t key_block);
 

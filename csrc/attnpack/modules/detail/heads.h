@@ -30,6 +30,7 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
   check_no_index_cache(inputs.index_cache() != nullptr);
   check_no_key_index(inputs.key_index().has_value());
   check_no_key_block(inputs.key_block());
+  check_no_cu_seqlens(inputs.cu_seqlens().has_value());
   LayerInputs r;
   if (inputs.cache()) refuse_spread("cache: got one", "prefill and decode with a ShardedCache, outside");
   const auto held = cross_cache(inputs);

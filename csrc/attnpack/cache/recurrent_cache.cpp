@@ -1,0 +1,134 @@
+#include <attnpack/cache/recurrent_cache.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <attnpack/core/padded.h>
+
+namespace attnpack {
+
+using c10::SymInt;
+
+namespace {
+
+void check_held(const char* name, const at::Tensor& held, const SymInt& batch, at::IntArrayRef shape) {
+  bool fits = held.defined() != shape.empty();
+  if (held.defined() && fits) {
+    fits = held.dim() == static_cast<int64_t>(shape.size()) + 1;
+    for (size_t i = 0; fits && i < shape.size(); ++i) fits = held.sym_size(static_cast<int64_t>(i) + 1) == shape[i];
+  }
+  ATTNPACK_CHECK(fits, "cache: got a RecurrentCache whose ", name, " has shape ",
+                 held.defined() ? held.sym_sizes() : c10::SymIntArrayRef(), ", want [B, ", shape,
+                 "] as this layer has; use a cache for each layer, or reset() it");
+  ATTNPACK_CHECK(!held.defined() || held.sym_size(0) == batch, "cache: got one of batch ",
+                 held.defined() ? held.sym_size(0) : SymInt(0), ", want ", batch,
+                 " as in x; reorder() it, or reset() it");
+}
+
+[[noreturn]] void refuse(const char* wanted) {
+  ATTNPACK_CHECK(false, "cache: got a RecurrentCache, which holds the state of a recurrent layer, want ", wanted);
+  std::abort();
+}
+
+}  // namespace
+
+RecurrentStates RecurrentCache::states(const SymInt& batch, at::IntArrayRef conv_shape,
+                                       at::IntArrayRef state_shape) const {
+  if (!held_.conv.defined() && !held_.state.defined()) return {};
+  check_held("convolution state", held_.conv, batch, conv_shape);
+  check_held("state", held_.state, batch, state_shape);
+  return {readable(held_.conv), readable(held_.state)};
+}
+
+void RecurrentCache::advance(const RecurrentStates& states, const SymInt& new_len,
+                             const std::optional<at::Tensor>& new_lens) {
+  const at::Tensor& some = states.state.defined() ? states.state : states.conv;
+  check_defined("state", some);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  const auto before = held_.conv.defined() || held_.state.defined()
+                          ? tensors_.lengths
+                          : cache_zeros({some.sym_size(0)}, some.options().dtype(at::kLong));
+  if (new_lens) check_new_lens(*new_lens, before.sym_size(0));
+  tensors_.lengths = new_lens ? before + new_lens->to(before.options()) : before.add(new_len);
+  len_ = new_lens ? longest_length(tensors_.lengths, len_ + new_len) : len_ + new_len;
+  held_ = {states.conv.defined() ? states.conv.detach() : states.conv,
+           states.state.defined() ? states.state.detach() : states.state};
+}
+
+at::Tensor RecurrentCache::readable(const at::Tensor& held) {
+  if (!held.defined() || !held.is_inference() || c10::InferenceMode::is_enabled()) return held;
+  return held.clone();
+}
+
+CacheTensors RecurrentCache::reserve(const at::Tensor&, const at::Tensor&) {
+  refuse("one for keys and values: a DynamicCache or StaticCache");
+}
+CacheTensors RecurrentCache::reserve_latents(const at::Tensor&, int64_t) { refuse("a LatentCache for latents"); }
+void RecurrentCache::commit(const SymInt&, const std::optional<at::Tensor>&) {
+  refuse("one to which keys are appended: a DynamicCache or StaticCache");
+}
+CacheTensors RecurrentCache::shared() const {
+  ATTNPACK_CHECK(false, "kv_from: got a RecurrentCache, which holds no keys, want the cache of another layer of ",
+                 "attention");
+}
+
+SymInt RecurrentCache::sym_nbytes() const {
+  SymInt bytes = 0;
+  for (const auto* held : {&held_.conv, &held_.state})
+    if (held->defined()) bytes += held->sym_nbytes();
+  return bytes;
+}
+
+void RecurrentCache::reset() {
+  tensors_ = {at::Tensor(), at::Tensor(), cache_zeros({0}, at::kLong)};
+  held_ = {};
+  len_ = 0;
+}
+
+void RecurrentCache::crop(const SymInt& n) {
+  check_crop(n);
+  ATTNPACK_CHECK(n >= len_, "n: got ", n, " for a RecurrentCache that has read ", len_,
+                 " positions: a state cannot forget its last tokens; keep a clone() from before them, or reset() it");
+}
+
+void RecurrentCache::reorder(const at::Tensor& index) {
+  const auto rows = check_index(index, lengths(), /*same_batch=*/false);
+  if (!held_.conv.defined() && !held_.state.defined()) return;
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  for (auto* held : {&held_.conv, &held_.state, &tensors_.lengths})
+    if (held->defined()) *held = held->index_select(0, rows);
+  // A convolution state is stored as its rows are read, whatever index_select gives.
+  if (held_.conv.defined()) held_.conv = held_.conv.transpose(1, 2).contiguous().transpose(1, 2);
+  len_ = longest_length(tensors_.lengths, len_);
+}
+
+std::shared_ptr<KVCache> RecurrentCache::clone() const {
+  auto copy = std::make_shared<RecurrentCache>(*this);
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  for (auto* held : {&copy->held_.conv, &copy->held_.state, &copy->tensors_.lengths})
+    if (held->defined()) *held = held->clone();
+  return copy;
+}
+
+CacheState RecurrentCache::state() const {
+  CacheState result{{tensors_.lengths}, {len_, held_.conv.defined() ? 1 : 0, held_.state.defined() ? 1 : 0}};
+  for (const auto* held : {&held_.conv, &held_.state})
+    if (held->defined()) result.tensors.push_back(*held);
+  return result;
+}
+
+void RecurrentCache::restore(const CacheState& state) {
+  const auto& numbers = numbers_of(state, 3);
+  const bool conv = numbers[1] == 1, matrix = numbers[2] == 1;
+  ATTNPACK_CHECK(state.tensors.size() == size_t{1} + (conv ? 1 : 0) + (matrix ? 1 : 0), "tensors: got ",
+                 state.tensors.size(), ", want lengths and the states that the numbers name");
+  tensors_ = {at::Tensor(), at::Tensor(), state.tensors[0]};
+  held_.conv = conv ? state.tensors[1] : at::Tensor();
+  held_.state = matrix ? state.tensors.back() : at::Tensor();
+  len_ = numbers[0];
+}
+
+}  // namespace attnpack

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <attnpack/cache/kv_cache.h>
+
+namespace attnpack {
+
+// What a recurrent layer keeps of its sequences. A part that the layer does not have is undefined.
+struct RecurrentStates {
+  at::Tensor conv;   // the last inputs of its short convolution, [B, C, K - 1]
+  at::Tensor state;  // [B, Hv, D, Dv]
+};
+
+// The state of a recurrent layer: its bytes do not grow with the length. What was read cannot be taken out of a state
+// again, so crop to fewer positions raises. There are no keys and values: k() and v() are undefined.
+//
+// It holds the tensors that the last call gave, without history; each call gives new ones.
+class RecurrentCache : public KVCache {
+ public:
+  RecurrentCache() { reset(); }
+
+  // The states for a call with `batch` sequences; undefined before the first call. The shapes are those of one
+  // sequence, empty for a part that the layer does not have. Raises where what is held is of another shape.
+  RecurrentStates states(const c10::SymInt& batch, at::IntArrayRef conv_shape, at::IntArrayRef state_shape) const;
+  // Counts new_len tokens of each sequence, or new_lens [B] valid ones, and holds the states after them.
+  void advance(const RecurrentStates& states, const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens);
+
+  at::Tensor conv_state() const { return readable(held_.conv); }
+  at::Tensor state_matrix() const { return readable(held_.state); }
+
+  // These raise: nothing is appended.
+  CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
+  void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
+  CacheTensors shared() const override;
+
+  c10::SymInt sym_len() const override { return len_; }
+  c10::SymInt sym_nbytes() const override;
+  c10::SymInt sym_nbytes_allocated() const override { return sym_nbytes(); }
+  void reset() override;
+  void crop(const c10::SymInt& n) override;
+  void reorder(const at::Tensor& index) override;
+  std::shared_ptr<KVCache> clone() const override;
+  // tensors: lengths, then the states that there are; numbers: len, 1 if there is a conv state, 1 if there is a state
+  CacheState state() const override;
+  void restore(const CacheState& state) override;
+
+ private:
+  // A tensor that a call under inference_mode has made cannot be read by autograd: it gives a copy that can.
+  static at::Tensor readable(const at::Tensor& held);
+
+  RecurrentStates held_;
+  c10::SymInt len_ = 0;  // kept here so that no call waits for the device
+};
+
+}  // namespace attnpack

@@ -1,0 +1,367 @@
+#include <attnpack/models/detail/hf_hybrid_families.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <string_view>
+#include <utility>
+
+#include <attnpack/models/detail/hf_families.h>
+
+// Families in which most layers are recurrent: delta rules and short convolutions, with attention every few layers.
+namespace attnpack {
+
+namespace {
+
+using at::Tensor;
+using Options = CausalLMOptions;
+using Replacements = std::initializer_list<std::pair<std::string_view, std::string_view>>;
+
+// Which layers are of the kind `word` by layer_types, or else by `usual`; the others are full attention.
+std::vector<bool> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view word,
+                                 const std::function<bool(int64_t layer)>& usual) {
+  std::vector<bool> found(layers);
+  const auto& kinds = config.get("layer_types");
+  if (kinds.is_null()) {
+    for (int64_t layer = 0; layer < layers; ++layer) found[layer] = usual(layer);
+    return found;
+  }
+  const auto* list = kinds.as<Json::List>();
+  const auto is = [](const Json& kind, std::string_view wanted) {
+    const auto* text = kind.as<std::string>();
+    return text && *text == wanted;
+  };
+  config.check(list && static_cast<int64_t>(list->size()) == layers &&
+                   std::all_of(list->begin(), list->end(),
+                               [&](const Json& kind) { return is(kind, word) || is(kind, "full_attention"); }),
+               "layer_types in config.json is ", brief(shown(kinds)), ", wants ", in_quotes(std::string(word)),
+               " or 'full_attention' for each of ", layers, " layers");
+  for (int64_t layer = 0; layer < layers; ++layer) found[layer] = is((*list)[layer], word);
+  return found;
+}
+
+void set_recurrent_layers(Options& o, const RecurrentSettings& settings, const std::vector<bool>& recurrent) {
+  const auto count = std::count(recurrent.begin(), recurrent.end(), true);
+  if (count == 0) return;
+  o.recurrent(settings);
+  if (count == o.num_layers()) return;
+  if (o.layer_settings().empty()) o.layer_settings().resize(o.num_layers());
+  for (int64_t layer = 0; layer < o.num_layers(); ++layer) o.layer_settings()[layer].recurrent(recurrent[layer]);
+}
+
+// Sizes of a GatedDeltaNet by the names that its families share.
+RecurrentSettings delta_settings(const HfSettings& config, int64_t key_heads, int64_t value_heads, int64_t key_dim,
+                                 int64_t value_dim) {
+  return RecurrentSettings()
+      .kind("gated_delta_net")
+      .num_k_heads(config.size("linear_num_key_heads", key_heads))
+      .num_v_heads(config.size("linear_num_value_heads", value_heads))
+      .head_k_dim(config.size("linear_key_head_dim", key_dim))
+      .head_v_dim(config.size("linear_value_head_dim", value_dim))
+      .conv_kernel_size(config.size("linear_conv_kernel_dim", 4));
+}
+
+void configure_qwen_hybrid(const HfSettings& config, Options& o) {
+  check_silu(config);
+  config.refuse_if_set("attention_bias");  // the gate has no bias here
+  for (const char* name : {"attn_output_gate", "mamba_ssm_dtype", "mtp_num_hidden_layers"}) config.get(name);
+  o.head_dim(config.size("head_dim", 256)).norm("rms_plus_one").qk_norm(QkNorm(true).plus_one(true).eps(o.eps()));
+  const auto part = hf_rotated_part(config, 0.25);
+  o.scores(ScoreSettings().gate("element").rope_dim(static_cast<int64_t>(part * static_cast<double>(*o.head_dim()))));
+  const auto every = config.size("full_attention_interval", 4);
+  set_recurrent_layers(o, delta_settings(config, 16, 32, 128, 128),
+                       layers_of_kind(config, o.num_layers(), "linear_attention",
+                                      [=](int64_t layer) { return (layer + 1) % every != 0; }));
+}
+
+void configure_qwen3_next(const HfSettings& config, Options& o) {
+  configure_qwen_hybrid(config, o);
+  const auto every = config.size("decoder_sparse_step", 1);
+  const auto dense = config.list_of_ints("mlp_only_layers");
+  const auto width = config.size("moe_intermediate_size", 512),
+             shared = config.size("shared_expert_intermediate_size", 512);
+  const bool normalize = config.is_on("norm_topk_prob", true);
+  if (config.whole_number("num_experts", 512) == 0) return;
+  o.experts(experts(config, width, "num_experts", 512, 10).normalize(normalize).shared_dim(shared).shared_gate(true));
+  set_dense_layers(o, [&](int64_t layer) {
+    return (layer + 1) % every != 0 || std::find(dense.begin(), dense.end(), layer) != dense.end();
+  });
+}
+
+void configure_olmo_hybrid(const HfSettings& config, Options& o) {
+  check_silu(config);
+  for (const char* name :
+       {"linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"})
+    config.get(name);  // of new weights
+  o.qk_norm(QkNorm(true).all_heads(true).eps(o.eps()));
+  const auto* rope = &config.get("rope_parameters");
+  const auto* base = rope->find("rope_theta");
+  if ((!base || base->is_null()) && config.get("rope_theta").is_null()) o.position_embedding("none");
+  const auto heads = o.num_heads();
+  const auto key_heads = config.size("linear_num_key_heads", heads);
+  const auto key_dim = config.size("linear_key_head_dim", std::max<int64_t>(3 * o.embed_dim() / (4 * key_heads), 1));
+  const auto last = o.num_layers() - 1;
+  const auto recurrent = layers_of_kind(config, o.num_layers(), "linear_attention",
+                                        [=](int64_t layer) { return last < 3 ? layer != last : layer % 4 != 3; });
+  set_recurrent_layers(o,
+                       delta_settings(config, heads, heads, key_dim, 2 * key_dim)
+                           .norm_eps(1e-5)
+                           .allow_neg_eigval(config.is_on("linear_allow_neg_eigval", true)),
+                       recurrent);
+  // Layers of attention have their norms behind, recurrent ones before.
+  if (o.layer_settings().empty()) o.layer_settings().resize(o.num_layers());
+  for (int64_t layer = 0; layer < o.num_layers(); ++layer)
+    if (!recurrent[layer]) o.layer_settings()[layer].layout("output");
+}
+
+// The layers that the list of 1-based numbers names.
+std::vector<bool> numbered_layers(const HfSettings& config, const Json& numbers, int64_t layers) {
+  std::vector<bool> found(layers);
+  const auto* list = numbers.as<Json::List>();
+  for (size_t i = 0; list && i < list->size(); ++i) {
+    const auto* number = (*list)[i].as<int64_t>();
+    config.check(number && *number >= 1 && *number <= layers, "linear_attn_config in config.json names layer ",
+                 brief(shown((*list)[i])), ", wants 1 to ", layers);
+    found[*number - 1] = true;
+  }
+  return found;
+}
+
+void configure_kimi_linear(const HfSettings& config, Options& o) {
+  check_silu(config);
+  config.check(*o.num_kv_heads() == o.num_heads(), "num_key_value_heads in config.json is ", *o.num_kv_heads(),
+               ", but latent attention has as many as num_attention_heads");
+  for (const char* name : {"head_dim", "qk_head_dim", "mla_use_nope", "moe_layer_freq", "use_grouped_topk"})
+    config.get(name);  // they follow from the others
+  config.check_word("moe_router_activation_func", "sigmoid");
+  MultiHeadLatentAttentionOptions latent(1, 1);
+  latent.kv_lora_rank(config.size("kv_lora_rank", 512))
+      .qk_nope_head_dim(config.size("qk_nope_head_dim", 128))
+      .qk_rope_head_dim(config.size("qk_rope_head_dim", 64))
+      .v_head_dim(config.size("v_head_dim", 128));
+  if (!config.get("q_lora_rank").is_null()) latent.q_lora_rank(config.size("q_lora_rank"));
+  o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+  o.position_embedding("none");
+
+  // Released checkpoints have the sizes of recurrent layers in an object of their own.
+  static const Json kNothing;
+  const auto& own = config.get("linear_attn_config");
+  const auto size = [&](const char* name, const char* flat, int64_t usual) {
+    const auto* number = own.find(name) ? own.find(name)->as<int64_t>() : nullptr;
+    const auto given = config.size(flat, usual);
+    config.check(!number || *number >= 1, name, " of linear_attn_config in config.json is ", number ? *number : 0,
+                 ", wants an int of at least 1");
+    return number ? *number : given;
+  };
+  const auto dim = size("head_dim", "linear_head_dim", 128), heads = size("num_heads", "linear_num_heads", 32);
+  const auto* listed = own.find("kda_layers");
+  const auto by_number = numbered_layers(config, listed ? *listed : kNothing, o.num_layers());
+  set_recurrent_layers(o,
+                       RecurrentSettings()
+                           .kind("kimi_delta_attention")
+                           .num_v_heads(heads)
+                           .head_k_dim(dim)
+                           .conv_kernel_size(size("short_conv_kernel_size", "linear_conv_kernel_dim", 4)),
+                       layers_of_kind(config, o.num_layers(), "linear_attention", [&](int64_t layer) {
+                         return listed ? by_number[layer] : layer == 0 || layer % 4 != 0;
+                       }));
+
+  const auto width = config.size("moe_intermediate_size", 1024);
+  o.experts(experts(config, width, "num_local_experts", 256, 8)
+                .scores("sigmoid")
+                .correction(true)
+                .normalize(config.is_on("norm_topk_prob", true))
+                .scaling(config.number("routed_scaling_factor", 2.446))
+                .num_groups(config.size("n_group", 1))
+                .top_groups(config.size("topk_group", 1))
+                .shared_dim(width * config.size("n_shared_experts", 1)));
+  const auto& kinds = config.get("mlp_layer_types");
+  const auto* list = kinds.as<Json::List>();
+  config.check(kinds.is_null() || (list && static_cast<int64_t>(list->size()) == o.num_layers()),
+               "mlp_layer_types in config.json is ", brief(shown(kinds)), ", wants 'dense' or 'sparse' for each of ",
+               o.num_layers(), " layers");
+  const auto dense = config.whole_number("first_k_dense_replace", 1);
+  set_dense_layers(o, [&](int64_t layer) {
+    const auto* word = list ? (*list)[layer].as<std::string>() : nullptr;
+    return list ? word && *word == "dense" : layer < dense;
+  });
+}
+
+void configure_lfm2(const HfSettings& config, Options& o) {
+  for (const char* name :
+       {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale", "block_norm_eps",
+        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "num_heads", "theta", "use_pos_enc"})
+    config.get(name);  // transformers reads none of them
+  o.bias(false).out_bias(false).qk_norm(QkNorm(true).eps(o.eps()));
+  if (config.has("tie_embedding")) o.tie_embeddings(config.is_on("tie_embedding", true));
+  if (!config.is_set("rope_parameters") && !config.is_set("rope_theta")) o.rope_base(1e6);
+  // The width inside the feed-forward, as Llama's first code computes it.
+  auto width = config.size("block_ff_dim", *o.hidden_dim());
+  const double multiplier = config.number("block_ffn_dim_multiplier", 1.0);
+  const auto multiple = config.size("block_multiple_of", 256);
+  if (config.is_on("block_auto_adjust_ff_dim", true)) {
+    width = static_cast<int64_t>(multiplier * static_cast<double>(2 * width / 3));
+    width = multiple * ((width + multiple - 1) / multiple);
+  }
+  o.hidden_dim(width);
+  const auto attends = config.list_of_ints("full_attn_idxs");
+  const bool all = config.get("full_attn_idxs").is_null();
+  set_recurrent_layers(o,
+                       RecurrentSettings()
+                           .kind("gated_convolution")
+                           .conv_kernel_size(config.size("conv_L_cache", 3))
+                           .bias(config.is_on("conv_bias")),
+                       layers_of_kind(config, o.num_layers(), "conv", [&](int64_t layer) {
+                         return !all && std::find(attends.begin(), attends.end(), layer) == attends.end();
+                       }));
+}
+
+// The name with the first of these words replaced that it holds.
+std::string renamed(std::string name, const Replacements& words) {
+  for (const auto& [theirs, ours] : words) {
+    const auto at = name.find(theirs);
+    if (at != name.npos) return name.replace(at, theirs.size(), ours);
+  }
+  return name;
+}
+
+bool holds(const std::string& name, std::string_view word) { return name.find(word) != name.npos; }
+
+// The part of a tensor that others complete, if its name holds one of the words: they follow each other in it.
+std::vector<HfPart> piece_of(const std::string& name, std::string_view ours,
+                             std::initializer_list<std::string_view> words) {
+  int piece = 0;
+  for (const auto word : words) {
+    const auto at = name.find(word);
+    if (at != name.npos) return {{std::string(name).replace(at, word.size(), ours), nullptr, piece}};
+    ++piece;
+  }
+  return {};
+}
+
+std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const Options& o) {
+  if (name.starts_with("mtp.")) return {};  // what predicts a token further
+  if (!holds(name, ".self_attn.q_proj.")) {
+    return {{renamed(name, {{".linear_attn.", ".self_attn."}, {".shared_expert.", ".shared_experts."}}), nullptr}};
+  }
+  // Each head's queries are followed by its gate.
+  const auto heads = o.num_heads(), dim = *o.head_dim();
+  const auto cut = [=](int64_t which) {
+    return [=](const Tensor& x) {
+      TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == heads * 2 * dim, "it has ", x.dim() ? x.size(0) : 0,
+                        " rows, want ", heads * 2 * dim);
+      return x.unflatten(0, {heads, 2, dim}).select(1, which).reshape({heads * dim, x.size(1)});
+    };
+  };
+  return {{name, cut(0)}, {renamed(name, {{".q_proj.", ".gate_proj."}}), cut(1)}};
+}
+
+// Projections that hold, for each head of keys, what belongs to it.
+std::vector<HfPart> qwen3_next_parts(const std::string& name, const Options& o) {
+  const bool qkvz = holds(name, ".in_proj_qkvz."), ba = holds(name, ".in_proj_ba.");
+  if ((!qkvz && !ba) || !o.recurrent()) return qwen_hybrid_parts(name, o);
+  const auto& r = *o.recurrent();
+  const auto heads = *r.num_k_heads(), each = *r.num_v_heads() / heads, keys = *r.head_k_dim(),
+             values = each * *r.head_v_dim();
+  const auto rows = qkvz ? 2 * keys + 2 * values : 2 * each;
+  const auto cut = [=](int64_t begin, int64_t count) {
+    return [=](const Tensor& x) {
+      TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == heads * rows, "it has ", x.dim() ? x.size(0) : 0, " rows, want ",
+                        heads * rows);
+      return x.unflatten(0, {heads, rows}).narrow(1, begin, count).reshape({heads * count, x.size(1)});
+    };
+  };
+  const auto ours = [&](const char* to) {
+    return renamed(name, {{".linear_attn.in_proj_qkvz.", to}, {".linear_attn.in_proj_ba.", to}});
+  };
+  if (ba) return {{ours(".self_attn.in_proj_b."), cut(0, each)}, {ours(".self_attn.in_proj_a."), cut(each, each)}};
+  const auto mixed = ours(".self_attn.in_proj_qkv.");
+  return {{mixed, cut(0, keys), 0},
+          {mixed, cut(keys, keys), 1},
+          {mixed, cut(2 * keys, values), 2},
+          {ours(".self_attn.in_proj_z."), cut(2 * keys + values, values)}};
+}
+
+std::vector<HfPart> olmo_hybrid_parts(const std::string& name, const Options&) {
+  auto parts = piece_of(name, ".self_attn.in_proj_qkv.",
+                        {".linear_attn.q_proj.", ".linear_attn.k_proj.", ".linear_attn.v_proj."});
+  if (!parts.empty()) return parts;
+  parts = piece_of(name, ".self_attn.conv1d.",
+                   {".linear_attn.q_conv1d.", ".linear_attn.k_conv1d.", ".linear_attn.v_conv1d."});
+  if (!parts.empty()) return parts;
+  return {{renamed(name, {{".linear_attn.a_proj.", ".self_attn.in_proj_a."},
+                          {".linear_attn.b_proj.", ".self_attn.in_proj_b."},
+                          {".linear_attn.g_proj.", ".self_attn.in_proj_z."},
+                          {".linear_attn.o_proj.", ".self_attn.out_proj."},
+                          {".linear_attn.o_norm.", ".self_attn.norm."},
+                          {".linear_attn.", ".self_attn."},
+                          {".attention_layer_norm.", ".input_layernorm."},
+                          {".feedforward_layer_norm.", ".post_attention_layernorm."}}),
+           nullptr}};
+}
+
+std::vector<HfPart> kimi_linear_parts(const std::string& name, const Options&) {
+  auto parts =
+      piece_of(name, ".self_attn.conv1d.", {".self_attn.q_conv1d.", ".self_attn.k_conv1d.", ".self_attn.v_conv1d."});
+  if (!parts.empty()) return parts;
+  auto ours = renamed(name, {{".self_attn.f_a_proj.", ".self_attn.forget_gate.f_a_proj."},
+                             {".self_attn.f_b_proj.", ".self_attn.forget_gate.f_b_proj."},
+                             {".self_attn.dt_bias", ".self_attn.forget_gate.dt_bias"},
+                             {".self_attn.A_log", ".self_attn.forget_gate.A_log"},
+                             {".block_sparse_moe.", ".mlp."}});
+  if (holds(ours, ".experts."))
+    ours = renamed(ours, {{".w1.", ".gate_proj."}, {".w3.", ".up_proj."}, {".w2.", ".down_proj."}});
+  return {{ours, nullptr}};
+}
+
+std::vector<HfPart> lfm2_parts(const std::string& name, const Options&) {
+  return {{renamed(name, {{"model.embedding_norm.", "model.norm."},
+                          {".conv.", ".self_attn."},
+                          {".self_attn.out_proj.", ".self_attn.o_proj."},
+                          {".q_layernorm.", ".q_norm."},
+                          {".k_layernorm.", ".k_norm."},
+                          {".feed_forward.w1.", ".mlp.gate_proj."},
+                          {".feed_forward.w3.", ".mlp.up_proj."},
+                          {".feed_forward.w2.", ".mlp.down_proj."},
+                          {".operator_norm.", ".input_layernorm."},
+                          {".ffn_norm.", ".post_attention_layernorm."}}),
+           nullptr}};
+}
+
+const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
+                        {"norm_topk_prob", "moe_renormalize", true},
+                        {"n_group", "num_expert_group", true},
+                        {"num_local_experts", "num_experts", true},
+                        {"num_experts_per_tok", "num_experts_per_token", true},
+                        {"n_shared_experts", "num_shared_experts", true}};
+const HfAliases kOfLfm2{{"rms_norm_eps", "norm_eps"}};
+
+}  // namespace
+
+std::vector<HfFamily> hf_hybrid_families() {
+  return {
+      {.model_type = "qwen3_5_text",
+       .configure = configure_qwen_hybrid,
+       .parts = qwen_hybrid_parts,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "qwen3_next",
+       .configure = configure_qwen3_next,
+       .parts = qwen3_next_parts,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "olmo_hybrid", .configure = configure_olmo_hybrid, .parts = olmo_hybrid_parts},
+      {.model_type = "kimi_linear",
+       .configure = configure_kimi_linear,
+       .parts = kimi_linear_parts,
+       .aliases = kOfKimi,
+       .eps = 1e-5},
+      {.model_type = "lfm2",
+       .configure = configure_lfm2,
+       .parts = lfm2_parts,
+       .aliases = kOfLfm2,
+       .eps = 1e-5,
+       .tied = true},
+  };
+}
+
+}  // namespace attnpack

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <attnpack/modules/recurrent/recurrent_module.h>
+
+#include <array>
+#include <functional>
+#include <vector>
+
+namespace attnpack {
+
+// What a recurrent layer gives: its output, and the states after it.
+struct Recurred {
+  at::Tensor out;
+  RecurrentStates states;
+};
+
+// The shapes of the states of one sequence, empty for a part that the layer does not have.
+struct StateShapes {
+  std::vector<int64_t> conv, state;
+};
+
+// Runs call on the states that the cache of inputs holds, and puts those that it gives there. Raises for inputs that a
+// recurrent layer does not take.
+at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionInputs& inputs,
+                       const StateShapes& shapes, const std::function<Recurred(const RecurrentInputs&)>& call);
+
+// Refuses what a recurrent layer does not take, by whether it is given.
+void check_recurrent_call(const char* module, bool context, bool mask, bool not_causal, bool kv_from, bool key_index);
+
+// Refuses a cache of another kind.
+void check_recurrent_cache(const char* module, bool is_recurrent);
+
+// Checks the size of a short convolution and the eps of a norm.
+void check_short_convolution(int64_t conv_kernel_size);
+void check_eps(const char* name, double eps);
+// A size that has no default.
+int64_t required_size(const char* name, const std::optional<int64_t>& size);
+
+// log(x) for x drawn from (least, most), at first.
+at::Tensor log_of_uniform_(const at::Tensor& made, double least, double most);
+
+}  // namespace attnpack

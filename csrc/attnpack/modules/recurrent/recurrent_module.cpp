@@ -1,0 +1,75 @@
+#include <attnpack/modules/recurrent/recurrent_module.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/layers/spread.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/recurrent.h>
+
+#include <cmath>
+
+namespace attnpack {
+
+std::tuple<at::Tensor, at::Tensor> RecurrentModule::forward_with_weights(const at::Tensor&, const AttentionInputs&) {
+  ATTNPACK_CHECK(false, "need_weights: got true, but a recurrent layer has no probabilities; leave it out");
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> RecurrentModule::project(const at::Tensor&, const AttentionInputs&) {
+  ATTNPACK_CHECK(false, "project: a recurrent layer has no heads that enter the operator of attention; call its ",
+                 "projections");
+}
+
+void check_recurrent_call(const char* module, bool context, bool mask, bool not_causal, bool kv_from, bool key_index) {
+  const auto refuse = [&](bool given, const char* name, const char* why) {
+    ATTNPACK_CHECK(!given, name, ": got one for ", module, ", ", why);
+  };
+  refuse(context, "context", "which reads its own input; leave it out, or take a layer of attention");
+  refuse(mask, "mask", "which has no scores to mask; leave it out, and say by kv_lens where padding begins");
+  ATTNPACK_CHECK(!not_causal, "causal: got false for ", module, ", which reads its tokens in order; leave it out");
+  refuse(kv_from, "kv_from", "which reads no keys; leave it out");
+  refuse(key_index, "key_index", "which reads no keys; leave it out");
+}
+
+void check_recurrent_cache(const char* module, bool is_recurrent) {
+  ATTNPACK_CHECK(is_recurrent, "cache: got one for keys and values for ", module, ", want a RecurrentCache");
+}
+
+at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionInputs& inputs,
+                       const StateShapes& shapes, const std::function<Recurred(const RecurrentInputs&)>& call) {
+  check_recurrent_call(module, inputs.context() || inputs.value_context(), inputs.mask().has_value(),
+                       !inputs.causal().value_or(true), inputs.kv_from() != nullptr, inputs.key_index().has_value());
+  check_no_index_cache(inputs.index_cache() != nullptr);
+  check_no_key_block(inputs.key_block());
+  refuse_spread("a recurrent layer was called", "call it outside, on whole sequences");
+  RecurrentInputs given;
+  given.kv_lens(inputs.kv_lens()).cu_seqlens(inputs.cu_seqlens());
+  if (!inputs.cache()) return call(given).out;
+  const auto cache = std::dynamic_pointer_cast<RecurrentCache>(inputs.cache());
+  check_recurrent_cache(module, cache != nullptr);
+  const auto& ends = inputs.cu_seqlens();
+  const auto held = cache->states(ends ? ends->sym_size(0) - 1 : x.sym_size(0), shapes.conv, shapes.state);
+  if (held.conv.defined()) given.conv_state(held.conv);
+  if (held.state.defined()) given.state(held.state);
+  return all_or_none(std::array{cache}, [&] {
+    const auto result = call(given);
+    cache->advance(result.states, x.sym_size(1), ends ? std::make_optional(ends->diff()) : inputs.kv_lens());
+    return result.out;
+  });
+}
+
+void check_short_convolution(int64_t conv_kernel_size) { check_size("conv_kernel_size", conv_kernel_size); }
+
+void check_eps(const char* name, double eps) {
+  ATTNPACK_CHECK(eps >= 0 && std::isfinite(eps), name, ": got ", eps, ", want a small number such as 1e-6");
+}
+
+int64_t required_size(const char* name, const std::optional<int64_t>& size) {
+  ATTNPACK_CHECK(size, name, ": got none, want the width of a head");
+  check_size(name, *size);
+  return *size;
+}
+
+at::Tensor log_of_uniform_(const at::Tensor& made, double least, double most) {
+  return made.is_meta() ? made : made.uniform_(least, most).log_();
+}
+
+}  // namespace attnpack

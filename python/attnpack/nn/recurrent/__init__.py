@@ -1,0 +1,8 @@
+"""The recurrent layers, a kind per file, on the bases in ``base``."""
+
+from .gated_delta_net import GatedDeltaNet
+from .kimi_delta_attention import KimiDeltaAttention
+from .linear_attention import LinearAttention
+from .short_convolution import GatedConvolution
+
+__all__ = ["GatedConvolution", "GatedDeltaNet", "KimiDeltaAttention", "LinearAttention"]

@@ -1,0 +1,105 @@
+"""Base class of the layers whose memory of a sequence is a state of fixed size.
+
+B batch, L length, N sequences (B, or those of cu_seqlens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..._C import checks
+from ...cache import RecurrentCache, check_kind, unchanged_on_error
+from ...errors import check_input, reject_keywords
+from ...ops import nested
+from ..linear import is_offloaded
+from ..native import NativeModule
+from ..spread import refuse_spread
+
+RECURRENT_CACHE = "an attnpack.RecurrentCache()"
+
+
+class States(NamedTuple):
+    """What a layer keeps of its sequences; None for a part that it does not have, and before the first call."""
+
+    conv: Tensor | None = None
+    state: Tensor | None = None
+
+
+class RecurrentLayer(NativeModule):
+    """Calls `_run` on the states of a cache. Subclasses say the shapes of the states of one sequence."""
+
+    embed_dim: int
+
+    def new_cache(self) -> RecurrentCache:
+        """An empty cache, of the kind that forward fills."""
+        return RecurrentCache()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: RecurrentCache | None = None,
+        kv_lens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        positions: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """[B, L, embed_dim] -> [B, L, embed_dim], or a jagged nested [B, L*, embed_dim], one call per sequence.
+
+        Args:
+            cache: the call goes on from the states in it, and leaves those after x there.
+            kv_lens: int32 or int64 [B], the number of valid tokens of each sequence. Padding stands after them, and
+                does not reach the states.
+            cu_seqlens: int32 or int64 [N + 1]: N packed sequences stand one after the other in a batch of one.
+            mask, causal: as blocks give them; a mask and causal=False are refused.
+            positions: not read: the layer knows the order of its tokens, and no more.
+
+        Raises:
+            ValueError: a shape, dtype, device or length does not fit; the cache is as it was then.
+        """
+        name = type(self).__name__
+        reject_keywords(unknown, cache=RECURRENT_CACHE)
+        if mask is not None or causal is False:
+            checks.recurrent_call(name, False, mask is not None, causal is False, False, False)
+        if nested.is_nested(x):
+            nested.refuse(cache=cache, kv_lens=kv_lens, cu_seqlens=cu_seqlens)
+            packed = self(nested.rows("x", x).unsqueeze(0), cu_seqlens=x.offsets())
+            return nested.like(packed[0], x)
+        refuse_spread("a recurrent layer was called", "call it outside, on whole sequences")
+        check_input("x", x, self.embed_dim, None if is_offloaded(self) else self._reads_x())
+        check_kind(cache, RecurrentCache, name, RECURRENT_CACHE)
+        with unchanged_on_error(cache):
+            states = States()
+            if cache is not None:
+                batch = x.size(0) if cu_seqlens is None else cu_seqlens.size(0) - 1
+                states = States(*cache.states(batch, *self._state_shapes()))
+            out, after = self._run(x, states, {"kv_lens": kv_lens, "cu_seqlens": cu_seqlens})
+            if cache is not None:
+                cache.advance(*after, x.size(1), kv_lens if cu_seqlens is None else cu_seqlens.diff())
+            return out
+
+    def _state_shapes(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The shapes of the convolution state and of the state of one sequence; () for none."""
+        raise NotImplementedError
+
+    def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:
+        """The output of the layer for x [B, L, embed_dim], and the states after it."""
+        raise NotImplementedError
+
+    def _reads_x(self) -> nn.Module | None:
+        """The projection that reads x."""
+        raise NotImplementedError
+
+    @property
+    def out_dim(self) -> int:
+        """Width of the output of forward."""
+        return self.embed_dim
+
+    def extra_repr(self) -> str:
+        shown = {name: value for name, value in self._live_config().items() if value not in (None, False)}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())

@@ -1,0 +1,66 @@
+// Recurrent layers in a program without Python: steps, caches, models with both kinds of layers.
+#include <torch/torch.h>
+
+#include "catch.h"
+#include "close.h"
+#include "complains.h"
+
+#include <attnpack/attnpack.h>
+
+namespace attnpack {
+
+namespace {
+
+// Steps with a cache give what the whole sequence gives.
+template <typename Module>
+void compare_steps(Module& layer) {
+  const at::NoGradGuard no_grad;
+  const auto x = torch::randn({2, 7, layer->embed_dim()});
+  const auto whole = layer->forward(x);
+  const auto cache = layer->new_cache();
+  std::vector<at::Tensor> outs;
+  for (const auto& part : x.split_with_sizes({4, 1, 2}, 1)) {
+    outs.push_back(layer->forward(part, AttentionInputs().cache(cache)));
+    REQUIRE(cache->nbytes() > 0);
+  }
+  REQUIRE(at::allclose(at::cat(outs, 1), whole, 1e-4, 1e-4));
+  REQUIRE(cache->len() == 7);
+  REQUIRE(complains("a state cannot forget its last tokens", [&] { cache->crop(3); }));
+  const auto copy = std::dynamic_pointer_cast<typename Module::ContainedType>(layer->clone());
+  REQUIRE(at::equal(copy->forward(x), whole));
+}
+
+}  // namespace
+
+TEST_CASE("steps of recurrent layers, clones and caches") {
+  torch::manual_seed(0);
+  GatedDeltaNet delta(GatedDeltaNetOptions(16, 2, 4).head_k_dim(4).head_v_dim(6));
+  compare_steps(delta);
+  KimiDeltaAttention kimi(KimiDeltaAttentionOptions(16, 2).head_dim(4));
+  compare_steps(kimi);
+  LinearAttention plain(LinearAttentionOptions(16, 2).feature_map("elu").decay("learned"));
+  compare_steps(plain);
+  GatedConvolution convolution(GatedConvolutionOptions(16).bias(true));
+  compare_steps(convolution);
+  REQUIRE(complains("head_k_dim: got none", [] { GatedDeltaNet(GatedDeltaNetOptions(16, 2, 4).head_v_dim(6)); }));
+  REQUIRE(complains("causal: got false for GatedDeltaNet",
+                    [&] { delta->forward(torch::randn({1, 2, 16}), AttentionInputs().causal(false)); }));
+}
+
+TEST_CASE("a model with recurrent layers has caches of both kinds") {
+  torch::manual_seed(0);
+  CausalLM model(CausalLMOptions(32, 16, 3, 2)
+                     .hidden_dim(16)
+                     .recurrent(RecurrentSettings().head_k_dim(8))
+                     .layer_settings({LayerSettings(), LayerSettings().recurrent(false), LayerSettings()}));
+  model->eval();
+  const auto ids = torch::randint(32, {2, 6}, torch::kLong);
+  const auto tokens = generate(*model, ids, GenerateOptions(4));
+  for (const char* cache : {"none", "static", "paged"})
+    REQUIRE(at::equal(tokens, generate(*model, ids, GenerateOptions(4).cache(cache))));
+  const auto caches = model->dynamic_cache()->layers();
+  REQUIRE(std::dynamic_pointer_cast<RecurrentCache>(caches[0]));
+  REQUIRE(std::dynamic_pointer_cast<DynamicCache>(caches[1]));
+}
+
+}  // namespace attnpack

@@ -1,0 +1,95 @@
+"""Tiny random models of transformers in which most layers are recurrent, and the options that give ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+KINDS = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {"layer_types": KINDS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+         "linear_value_head_dim": 6}  # fmt: skip
+SIXTEENTH = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+OURS = {"num_kv_heads": 2, "hidden_dim": 48, "eps": 1e-5, "max_positions": 64}
+OURS_DELTA = {"kind": "gated_delta_net", "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 6}
+OURS_QWEN = OURS | {
+    "head_dim": 8, "norm": "rms_plus_one", "qk_norm": {"plus_one": True, "eps": 1e-5}, "rope_base": 500.0,
+    "scores": {"gate": "element", "rope_dim": 4}, "recurrent": OURS_DELTA,
+}  # fmt: skip
+ATTENDS = [{}, {"recurrent": False}, {}]
+
+
+class Hybrid(NamedTuple):
+    folder: str
+    config: str
+    theirs: dict[str, Any]
+    ours: dict[str, Any]
+
+
+HYBRIDS = {
+    "qwen3_5": Hybrid(
+        "qwen3_5", "Qwen3_5TextConfig", SIZES | DELTA | {"head_dim": 8, "rope_parameters": SIXTEENTH},
+        OURS_QWEN | {"layer_settings": ATTENDS},
+    ),
+    "qwen3_next": Hybrid(
+        "qwen3_next", "Qwen3NextConfig",
+        SIZES | DELTA | {"head_dim": 8, "rope_parameters": SIXTEENTH, "num_experts": 4, "num_experts_per_tok": 2,
+                         "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+        OURS_QWEN | {
+            "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "normalize": True, "shared_dim": 20,
+                        "shared_gate": True},
+            "layer_settings": [{}, {"recurrent": False, "experts": False}, {}],
+        },
+    ),
+    "olmo_hybrid": Hybrid(
+        "olmo_hybrid", "OlmoHybridConfig",
+        SIZES | DELTA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        OURS | {"rope_base": 500.0, "qk_norm": {"all_heads": True, "eps": 1e-5},
+                "recurrent": OURS_DELTA | {"norm_eps": 1e-5, "allow_neg_eigval": True},
+                "layer_settings": [{}, {"recurrent": False, "layout": "output"}, {}]},
+    ),
+    "kimi_linear": Hybrid(
+        "kimi_linear", "KimiLinearConfig",
+        SIZES | {"num_key_value_heads": 4, "layer_types": KINDS, "linear_num_heads": 3, "linear_head_dim": 8,
+                 "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 7, "q_lora_rank": None,
+                 "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2,
+                 "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {"hidden_dim": 48, "eps": 1e-5, "max_positions": 64, "position_embedding": "none",
+         "latent": {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 7},
+         "recurrent": {"kind": "kimi_delta_attention", "num_v_heads": 3, "head_k_dim": 8},
+         "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "scores": "sigmoid", "correction": True,
+                     "normalize": True, "scaling": 2.446, "num_groups": 2, "top_groups": 1, "shared_dim": 12},
+         "layer_settings": [{"experts": False}, {"recurrent": False}, {}]},
+    ),
+    "lfm2": Hybrid(
+        "lfm2", "Lfm2Config",
+        {name: size for name, size in SIZES.items() if name != "rms_norm_eps"} | {
+            "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_multiple_of": 8,
+            "conv_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        OURS | {"hidden_dim": 32, "tie_embeddings": True, "rope_base": 500.0, "qk_norm": {"eps": 1e-5},
+                "recurrent": {"kind": "gated_convolution", "conv_kernel_size": 3, "bias": True},
+                "layer_settings": ATTENDS},
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def hybrid_peer(name: str) -> torch.nn.Module:
+    """The model of transformers, with random weights that are large enough to tell."""
+    family = HYBRIDS[name]
+    torch.manual_seed(0)
+    config = getattr(importlib.import_module(f"transformers.models.{family.folder}"), family.config)(**family.theirs)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and "inv_freq" not in weight:
+                tensor.add_(0.15 * torch.randn_like(tensor))
+            if weight.endswith("A_log"):
+                tensor.uniform_(-2, 1)
+    return model
