@@ -19,7 +19,7 @@ except ImportError as error:
 internals.check()  # before the imports below, whose errors would name a part and no fix
 
 from . import layers as hf_layers  # noqa: E402
-from . import paged, sdpa  # noqa: E402
+from . import paged, recurrent, sdpa  # noqa: E402
 from .attention_function import attention_forward  # noqa: E402
 from .masks import mask  # noqa: E402
 
@@ -33,6 +33,11 @@ def register(replace_sdpa: bool = False) -> None:
     no mask function; padding and causality would then be lost without an error. `model.generate_batch` (continuous
     batching) takes the name too.
 
+    The functions of recurrent layers on the CPU become attnpack's, by the door through which transformers takes those
+    of flash-linear-attention and causal-conv1d: `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`,
+    `chunk_kda`, `fused_recurrent_kda`, `causal_conv1d_fn` and `causal_conv1d_update`. Models that exist already run on
+    them too; calls that attnpack's do not take go where they went before.
+
     Args:
         replace_sdpa: also put attnpack in the place of "sdpa", transformers' default attention. Then no word of a
             program changes: models that exist already run on attnpack too. Their masks stay those of sdpa. Calls that
@@ -44,13 +49,16 @@ def register(replace_sdpa: bool = False) -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
     paged.allow(NAME)
+    recurrent.replace_functions()
     if replace_sdpa:
         sdpa.replace_sdpa()
 
 
 def unregister() -> None:
-    """Undoes `register`: "sdpa" is transformers' own again, and transformers does not know the name "attnpack"."""
+    """Undoes `register`: "sdpa" and the functions of recurrent layers are transformers' own again, and transformers
+    does not know the name "attnpack"."""
     sdpa.restore_sdpa()
+    recurrent.restore_functions()
     paged.forbid()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)

@@ -9,11 +9,13 @@ from . import families
 from .adopted import Adopted
 from .grouped import HfGroupedQueryAttention
 from .latent import HfLatentAttention
+from .recurrent import RECURRENT
 from .sparse import HfSparseLatentAttention
 
 KNOWN: dict[str, type[nn.Module]] = {
     **dict.fromkeys(families.GROUPED, HfGroupedQueryAttention),
     **{name: HfSparseLatentAttention if its.selects else HfLatentAttention for name, its in families.LATENT.items()},
+    **RECURRENT,
 }
 
 

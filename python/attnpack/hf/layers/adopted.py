@@ -31,7 +31,7 @@ class Adopted:
             setattr(self, name, getattr(theirs, name, None))
         for name in norms:
             norm = getattr(theirs, name, None)
-            setattr(self, name, norm if norm is None or is_watched(norm) else _on_the_weight_of(norm, plus_one))
+            setattr(self, name, norm if norm is None or is_watched(norm) else norm_on_the_weight_of(norm, plus_one))
         self.is_causal = getattr(theirs, "is_causal", True)
         self.config = theirs.config
         self.layer_idx = theirs.layer_idx
@@ -39,7 +39,7 @@ class Adopted:
         self.train(theirs.training)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        if "config" not in self.__dict__:
+        if "layer_idx" not in self.__dict__:
             return super()._make_cpp(device, dtype)  # called by the constructor, so that C++ checks the arguments
         raise TypeError(
             "attnpack: a layer that replaces one of transformers has no C++ twin, because the model rotates for it; "
@@ -52,7 +52,7 @@ def eps_of(norm: nn.Module) -> float:
     return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
 
 
-def _on_the_weight_of(theirs: nn.Module, plus_one: bool) -> RMSNorm:
+def norm_on_the_weight_of(theirs: nn.Module, plus_one: bool) -> RMSNorm:
     norm = RMSNorm(theirs.weight.numel(), eps=eps_of(theirs), plus_one=plus_one, device="meta")
     norm.weight = theirs.weight
     return norm
