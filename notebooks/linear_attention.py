@@ -1,0 +1,226 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Linear attention: a memory of fixed size
+#
+# *You need* [kv_cache](kv_cache.ipynb). *You learn* what is left of attention without its softmax: a matrix that sums
+# up the past; the delta rule, which corrects this matrix; how a GPU or CPU computes it in chunks; and what a memory of
+# fixed size can recall, and what it cannot. *Runs in* a few seconds.
+#
+# Three layers of four in [Qwen3.5](https://github.com/huggingface/transformers) are such layers, and most layers of
+# Kimi-Linear and OLMo hybrid. Symbols: [glossary](../docs/notebooks.md).
+
+# %%
+import attnpack
+import matplotlib.pyplot as plt
+import torch
+from attnpack import reference
+from torch.nn import functional
+from torch.testing import assert_close
+
+torch.manual_seed(0)
+length, dim = 6, 4
+q, k, v = (torch.randn(1, 1, length, dim) for _ in range(3))
+
+# %% [markdown]
+# ## Attention without the softmax
+#
+# Attention weighs the values by softmax(q k). Leave the softmax out
+# ([Katharopoulos et al. 2020](https://arxiv.org/abs/2006.16236)). The products may then be done in another order:
+#
+# $$o_t = \sum_{s \le t} v_s (k_s \cdot q_t) = \Big(\sum_{s \le t} v_s k_s^T\Big) q_t = S_t^T q_t,
+# \qquad S_t = S_{t-1} + k_t v_t^T$$
+#
+# The matrix S has D times Dv numbers, whatever the length. It is all that a step needs of the past.
+
+# %%
+scores = (q @ k.mT).tril()  # all pairs of tokens
+by_pairs = scores @ v
+state, rows = torch.zeros(dim, dim), []
+for t in range(length):
+    state = state + k[0, 0, t].outer(v[0, 0, t])
+    rows.append(state.T @ q[0, 0, t])
+assert_close(torch.stack(rows), by_pairs[0, 0])
+out, last = attnpack.linear_attention(q, k, v, scale=1.0, return_state=True)
+assert_close(out, by_pairs)
+assert_close(last[0, 0], state)
+print("pairs, state and operator agree; the state has", state.numel(), "numbers")
+
+# %% [markdown]
+# ## What it saves
+#
+# A cache of keys and values grows by 2 D numbers per token and head. A state stays as it is.
+
+# %%
+heads, width = 8, 128
+for tokens in (64, 1024, 32768):
+    print(f"{tokens:6,} tokens: cache {2 * heads * width * tokens * 2 / 2**20:7.1f} MiB in bf16, "
+          f"states {heads * width * width * 4 / 2**20:.1f} MiB in fp32")  # fmt: skip
+
+# %% [markdown]
+# ## The delta rule
+#
+# A sum cannot correct itself. If a key comes a second time with another value, the state answers with both values. The
+# delta rule looks first what the state holds for the key, and writes only the difference
+# ([Yang et al. 2024](https://arxiv.org/abs/2406.06484)):
+#
+# $$d_t = \beta_t (v_t - S_{t-1}^T k_t), \qquad S_t = S_{t-1} + k_t d_t^T$$
+#
+# With a key of length 1 and β = 1 the state answers to that key with the newest value.
+
+# %%
+key = functional.normalize(torch.randn(1, 1, 1, dim), dim=-1)
+twice = key.expand(1, 1, 2, dim)
+values = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])[None, None]
+ones = torch.ones(1, 1, 2)
+summed = attnpack.linear_attention(twice, twice, values, scale=1.0)[0, 0, -1]
+corrected = attnpack.linear_attention(twice, twice, values, beta=ones, scale=1.0)[0, 0, -1]
+print("sum:       ", [round(x, 3) + 0.0 for x in summed.tolist()])
+print("delta rule:", [round(x, 3) + 0.0 for x in corrected.tolist()])
+
+# %% [markdown]
+# ## Forgetting
+#
+# Before a token is written, the state may decay: by one number per head and token
+# ([Gated DeltaNet](https://arxiv.org/abs/2412.06464)), or by one per channel of the keys
+# ([Kimi Delta Attention](https://arxiv.org/abs/2510.26692)). Here a decay of 0, whose log is minus infinity, forgets
+# all that was before token 3.
+
+# %%
+log_decay = torch.zeros(1, 1, length)
+log_decay[..., 3] = -torch.inf
+out = attnpack.linear_attention(q, k, v, log_decay=log_decay, scale=1.0)
+assert_close(out[:, :, 3:], attnpack.linear_attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], scale=1.0))
+
+# %% [markdown]
+# ## In chunks
+#
+# Token by token, a processor reads and writes the whole state for each token. So the tokens of a chunk are computed
+# together. Within a chunk the differences depend on each other: each d_t needs those before it. With the keys as
+# rows of K, and β on the diagonal of B, they solve a triangular system:
+#
+# $$(I + B\,\mathrm{tril}(K K^T, -1))\, D = B (V - K S)$$
+#
+# Then the outputs are Q S + tril(Q K^T) D, and the new state is S + K^T D: matrix products, which processors do best.
+
+# %%
+beta = torch.rand(1, 1, length)
+Q, K, V, B = q[0, 0], functional.normalize(k[0, 0], dim=-1), v[0, 0], beta[0, 0].diag()
+S = torch.randn(dim, dim)
+D = torch.linalg.solve_triangular(torch.eye(length) + B @ (K @ K.T).tril(-1), B @ (V - K @ S), upper=False)
+out = Q @ S + (Q @ K.T).tril() @ D
+exact, last = reference.linear_attention(q, K[None, None], v, beta=beta, initial_state=S[None, None], scale=1.0)
+assert_close(out, exact[0, 0])
+assert_close(S + K.T @ D, last[0, 0])
+print("one triangular system and four products give", length, "steps")
+
+# %% [markdown]
+# ## The layer
+#
+# A `GatedDeltaNet` has more around the rule: a short convolution over q, k and v, which mixes each token with the three
+# before it; q and k of length 1; a norm and a gate behind. Its `RecurrentCache` has the same bytes at any length.
+
+# %%
+layer = attnpack.GatedDeltaNet(64, 2, 2, head_k_dim=16, head_v_dim=16).eval()
+x = torch.randn(1, 40, 64)
+cache, sizes = attnpack.RecurrentCache(), set()
+with torch.no_grad():
+    steps = []
+    for token in x.split(1, dim=1):
+        steps.append(layer(token, cache=cache))
+        sizes.add(cache.nbytes)
+    assert_close(torch.cat(steps, 1), layer(x), rtol=1e-4, atol=1e-5)
+print("bytes of the cache at all lengths:", sizes)
+
+# %% [markdown]
+# ## What a state can recall
+#
+# *Associative recall* ([Arora et al. 2023](https://arxiv.org/abs/2312.04927)): the text tells pairs of a key and a
+# word, then each key is asked for its word. Here keys are random directions of width 32 that lean to one side, as
+# learned features do; words are 64 fixed vectors, and the answer is the nearest. The text is told once, or four times.
+
+# %%
+width, words = 32, 64
+word_vectors = functional.normalize(torch.randn(words, width), dim=-1)
+
+
+def share_right(answers, told):
+    return ((answers @ word_vectors.T).argmax(-1) == told).float().mean().item()
+
+
+def recalled(pairs, texts=100):
+    """The share of words that each memory recalls."""
+    keys = functional.normalize(torch.randn(texts, 1, pairs, width) + 1.0, dim=-1)
+    told = torch.randint(words, (texts, 1, pairs))
+    values, beta = word_vectors[told], torch.ones(texts, 1, pairs)
+    shares = {"softmax": share_right(attnpack.attention(keys, keys, values, scale=100.0), told)}
+    _, state = attnpack.linear_attention(keys, keys, values, scale=1.0, return_state=True)
+    shares["sum"] = share_right(keys @ state, told)
+    state = None
+    for times in range(1, 5):
+        rule = {"beta": beta, "initial_state": state, "return_state": True, "scale": 1.0}
+        _, state = attnpack.linear_attention(keys, keys, values, **rule)
+        if times in (1, 4):
+            shares[f"delta rule, told {times}x"] = share_right(keys @ state, told)
+    return shares
+
+
+counts = (2, 4, 8, 16, 24, 32, 48, 64)
+found = [recalled(pairs) for pairs in counts]
+print(f"{'pairs':20}", *(f"{pairs:5}" for pairs in counts))
+for name in found[0]:
+    print(f"{name:20}", *(f"{shares[name]:5.0%}" for shares in found))
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 3.5))
+for name in found[0]:
+    axes.plot(counts, [shares[name] for shares in found], marker="o", label=name)
+axes.axvline(width, color="grey", linestyle=":", label="rows of the state")
+axes.set(xlabel="pairs in the text", ylabel="words recalled", ylim=(0, 1.05))
+axes.legend()
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# Softmax attention looks at each key by itself, so it recalls all. A state of 32 rows lays all pairs over each other.
+# The sum confuses keys that lean to the same side, and telling again does not help: it adds the same again. The delta
+# rule takes out what the state already says, and each telling brings the answers nearer, as long as there are no more
+# keys than rows. Models mix both kinds: in Qwen3.5 every fourth layer is attention.
+
+# %% [markdown]
+# ## Summary
+#
+# - Without the softmax, attention is a matrix that sums up keys and values: a step reads and writes it, at any length.
+# - The delta rule writes only the difference from what the state holds for a key. Decays let it forget.
+# - A chunk is one triangular system and four matrix products, equal to its steps.
+# - A state of fixed size recalls as many pairs as it has room for; a cache of keys recalls all, and grows.
+#
+# ## Exercises
+#
+# 1. From how many tokens on is a state of 128 x 128 in fp32 smaller than a cache of 128-wide keys and values in bf16?
+# 2. What does the state hold after the same key was written with β = 1/2 and a value of 1, three times?
+# 3. Why does a decay of a whole head leave the triangular system solvable, whatever its size?
+
+# %%
+# Solutions. Try first.
+state_bytes, per_token = 128 * 128 * 4, 2 * 128 * 2
+print(f"1. {state_bytes} / {per_token} = {state_bytes // per_token} tokens")
+one = torch.ones(1, 1, 3, 1)
+_, held = attnpack.linear_attention(one, one, one, beta=torch.full((1, 1, 3), 0.5), return_state=True)
+print(f"2. {held.item()}: each time half of what is missing is written")
+assert held.item() == 1 - 0.5**3
+print("3. its diagonal is 1: a decay multiplies what stands below it, and a number below the diagonal may be 0")
+
+# %% [markdown]
+# Next: [performance](performance.ipynb).
