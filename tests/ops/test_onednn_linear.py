@@ -17,6 +17,13 @@ def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_weight_with_gaps_gives_the_bits_of_a_dense_one(by_columns):
+    x, wide = draw(ROWS, IN), draw(OUT, IN + 16)
+    weight = draw(IN, OUT + 16)[:, :OUT].t() if by_columns else wide[:, :IN]
+    assert_close(ops.linear(x, weight), ops.linear(x, weight.contiguous()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [17, 130, 1000])
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 320), (33, 4001), (771, 65), (2048, 64), (16, 999)])

@@ -86,13 +86,12 @@ _MAKERS: dict[str, Callable[..., nn.Module]] = {
     "sparse": _sparse,
     "gdn": _gated_delta_net,
 }
-_LATER = {"gdn": "GatedDeltaNet"}  # classes that a build may not have yet
 NAMES = ("mha", "gqa-N", *(name for name in _MAKERS if name != "mha"))
 
 
 def default_variants() -> list[str]:
     """Those that are compared if nobody names any."""
-    return [name for name in ("mha", "gqa-4", "gqa-2", *list(_MAKERS)[1:]) if not _missing(name)]
+    return ["mha", "gqa-4", "gqa-2", *list(_MAKERS)[1:]]
 
 
 def check_variants(names: Sequence[str]) -> None:
@@ -105,10 +104,6 @@ def check_variants(names: Sequence[str]) -> None:
             )
         if name in names[:place]:
             raise ValueError(f"--variants: got {name!r} twice; name each variant once")
-        if _missing(name):
-            raise ValueError(
-                f"--variants: got {name!r}, but this build of attnpack has no {_LATER[name]}; leave it out"
-            )
 
 
 def make_attention(name: str, sizes: Sizes, **factory: Any) -> nn.Module:
@@ -121,7 +116,3 @@ def _kv_heads(name: str) -> int:
     """N of gqa-N; 0 for another name."""
     found = re.fullmatch(r"gqa-([1-9]\d*)", name)
     return int(found[1]) if found and int(found[1]) <= NUM_HEADS else 0
-
-
-def _missing(name: str) -> bool:
-    return name in _LATER and not hasattr(attnpack, _LATER[name])
