@@ -68,7 +68,8 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
   ATTNPACK_CHECK(!scores.alibi(),
                  "model: got one with ALiBi, whose slopes belong to the places of its heads; merged "
                  "heads are put in another order");
-  ATTNPACK_CHECK(!scores.gate(), "model: got one with gates, whose rows belong to the places of its heads; merged heads ",
+  ATTNPACK_CHECK(!scores.gate(),
+                 "model: got one with gates, whose rows belong to the places of its heads; merged heads ",
                  "are put in another order");
   const auto layers = model->resolved_layers();
   auto state = state_dict(*model);

@@ -17,9 +17,10 @@ CausalConv1dGradients causal_conv1d_backward_meta(const Tensor& grad_out, const 
                                                   const CausalConv1dArguments& args) {
   check_causal_conv1d_backward(grad_out, grad_state, x, weight, args);
   const auto none = [&] { return at::empty({0}, x.options()); };
-  return {empty_rows_as(x), at::empty_symint(weight.sym_sizes(), weight.options()),
-          args.bias ? at::empty_symint(args.bias->sym_sizes(), args.bias->options()) : none(),
-          args.initial_state ? empty_conv_state(args.initial_state->sym_sizes(), args.initial_state->options()) : none()};
+  return {
+      empty_rows_as(x), at::empty_symint(weight.sym_sizes(), weight.options()),
+      args.bias ? at::empty_symint(args.bias->sym_sizes(), args.bias->options()) : none(),
+      args.initial_state ? empty_conv_state(args.initial_state->sym_sizes(), args.initial_state->options()) : none()};
 }
 
 }  // namespace
