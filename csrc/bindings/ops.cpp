@@ -396,7 +396,8 @@ void register_ops(py::module_& m) {
   });
   m.def("stored_layouts", [] {
     py::dict layouts;
-    for (const StoredLayout& layout : kStoredLayouts) layouts[layout.name] = py::make_tuple(layout.numbers, layout.bytes);
+    for (const StoredLayout& layout : kStoredLayouts)
+      layouts[layout.name] = py::make_tuple(layout.numbers, layout.bytes);
     return layouts;
   });
   define(m, "linear_attention", &linear_attention_py,

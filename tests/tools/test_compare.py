@@ -13,7 +13,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import attnpack
 import pytest
 import torch
 from attnpack.tools import busy, cli

@@ -280,8 +280,8 @@ std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num
   ATTNPACK_CHECK(!options.latent(),
                  "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static', 'int8' "
                  "or 'none': pages hold the keys and values of heads");
-  const auto shape = PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages)
-                         .tensor(model->state_options());
+  const auto shape =
+      PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages).tensor(model->state_options());
   return cache_of([&] { return std::make_shared<PagedCache>(shape); });
 }
 

@@ -29,7 +29,8 @@ void LinearImpl::reset() {
 }
 
 void LinearImpl::reset_parameters() {
-  if (weight.is_meta() || is_stored(weight)) return;  // nothing to fill, and uniform_ is slow to find that out (PERFORMANCE.md)
+  if (weight.is_meta() || is_stored(weight))
+    return;  // nothing to fill, and uniform_ is slow to find that out (PERFORMANCE.md)
   const double bound = options.in_features() > 0 ? 1 / std::sqrt(static_cast<double>(options.in_features())) : 0;
   torch::nn::init::uniform_(weight, -bound, bound);
   if (bias.defined()) torch::nn::init::uniform_(bias, -bound, bound);

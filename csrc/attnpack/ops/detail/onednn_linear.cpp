@@ -116,7 +116,8 @@ Tensor with_contiguous_rows(const Tensor& x) {
   return x.is_contiguous() || x.scalar_type() != at::kFloat || x.stride(0) != 1 ? x.contiguous() : contiguous_rows(x);
 }
 
-// oneDNN multiplies a weight whose rows or columns have gaps some 600 times as slowly, on AMD's processors with AVX-512.
+// oneDNN multiplies a weight whose rows or columns have gaps some 600 times as slowly, on AMD's processors with
+// AVX-512.
 Tensor without_gaps(const Tensor& weight) {
   const bool known = !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
   return known && weight.t().is_contiguous() ? weight : weight.contiguous();
