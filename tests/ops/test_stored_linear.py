@@ -15,14 +15,6 @@ EACH = pytest.mark.parametrize("kind", FORMATS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def exact_input(rows: int, inputs: int) -> torch.Tensor:
-    """Numbers that are integers of 8 bits times a power of two per 32 of them, so that rounding leaves them alone."""
-    generator = torch.Generator().manual_seed(rows)
-    codes = torch.randint(-127, 128, (rows, inputs // 32, 32), generator=generator).float()
-    codes[..., 5] = 127
-    return (codes * 2.0 ** torch.randint(-9, 3, (rows, inputs // 32, 1), generator=generator)).flatten(1)
-
-
 def check_rounded(x, blocks, kind, found, bias=None):
     """Whether `found` is the product with rounded x: a number of x is moved by half a step at most."""
     weight = numbers_of(blocks, kind).double()
@@ -64,8 +56,7 @@ def test_widened_numbers_are_those_of_gguf(kind):
 PRODUCT = """
 import torch
 from attnpack import ops
-from stored_blocks import FORMATS, numbers_of, random_blocks
-from test_stored_linear import exact_input
+from stored_blocks import FORMATS, exact_input, numbers_of, random_blocks
 for kind in FORMATS:
     for rows, outputs, inputs in ((1, 70, 768), (2, 32, 512), (5, 33, 256), (7, 96, 1280), (200, 45, 1024)):
         blocks, x = random_blocks(kind, outputs, inputs), exact_input(rows, inputs)
@@ -78,8 +69,7 @@ for kind in FORMATS:
 
 @pytest.mark.parametrize("isa", PRESENT)
 def test_products_of_exact_inputs_are_those_of_fp64(isa):
-    tests = __file__.rpartition("/")[0]
-    process = run_with(isa, f"sys.path.append({tests!r})\n{PRODUCT}")
+    process = run_with(isa, PRODUCT)
     assert process.returncode == 0, process.text
 
 

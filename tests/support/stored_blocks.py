@@ -40,6 +40,14 @@ def numbers_of(blocks: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(np.array(gguf.quants.dequantize(blocks.flatten(-2).numpy(), kind)))
 
 
+def exact_input(rows: int, inputs: int) -> Tensor:
+    """Numbers that are integers of 8 bits times a power of two per 32 of them, so that rounding leaves them alone."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-127, 128, (rows, inputs // 32, 32), generator=generator).float()
+    codes[..., 5] = 127
+    return (codes * 2.0 ** torch.randint(-9, 3, (rows, inputs // 32, 1), generator=generator)).flatten(1)
+
+
 def llama_file(path: Path, kinds: Sequence[str], tied: bool = True, layers: int = 2) -> Path:
     """A Llama whose matrices take turns in the formats, as llama.cpp writes it: 256 wide, 4 query heads, 2 of kv."""
     width, hidden, vocab, head_dim = 256, 512, 96, 64
