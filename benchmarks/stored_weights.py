@@ -82,6 +82,7 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 4096, 2048, 512, 16
+        settings.kv_unified = True  # one text may fill the cache
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         self.batch = llama_cpp.llama_batch_init(2048, 0, 1)

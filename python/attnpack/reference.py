@@ -454,7 +454,7 @@ def tensor_product(a: Tensor, b: Tensor) -> Tensor:
 def stored_numbers(blocks: Tensor, kind: str) -> Tensor:
     """The numbers `[..., blocks * N]` of rows of blocks `[..., blocks, bytes]` uint8, N in a block, in fp32.
 
-    Every number is scale * code + offset, with scales in fp16. Q4_0 and Q5_0 have the offset -8 or -16 scales, Q4_1 and
+    A number is scale * code + offset, with scales in fp16. Q4_0 and Q5_0 have the offset -8 or -16 scales, Q4_1 and
     Q5_1 one of their own. In Q4_K and Q5_K each 32 of 256 numbers have a scale and an offset of 6 bits, which two
     numbers in fp16 multiply; in Q6_K each 16 have a scale of 8 bits.
     """

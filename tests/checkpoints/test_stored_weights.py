@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import attnpack
@@ -9,8 +10,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from attnpack import StoredEmbedding, StoredLinear
+import torch.nn.functional as F
+from attnpack import StoredEmbedding, StoredLinear, ops
 from attnpack.tools import cli
+from processes import run_python
 from stored_blocks import FORMATS, llama_file
 from torch import nn
 
@@ -182,3 +185,59 @@ def test_generate_on_the_command_line(path, capsys, monkeypatch):
     out = capsys.readouterr().out
     model = attnpack.CausalLM.from_gguf(path, weights="stored")
     assert f'"weight_bytes": {sum(p.nbytes for p in model.parameters())}' in out
+
+
+@pytest.fixture(scope="module")
+def topics_ids(topics_text):
+    tokenizer = attnpack.checkpoints.load_tokenizer(attnpack.checkpoints.smollm2_path())
+    return torch.tensor([tokenizer.encode(topics_text[:20000])[:1024]])
+
+
+def perplexity(model, ids):
+    logits = model(ids)[0, :-1]
+    pieces = zip(logits.split(100), ids[0, 1:].split(100), strict=True)  # the whole takes 200 MB
+    return math.exp(sum(F.cross_entropy(*piece, reduction="sum").item() for piece in pieces) / (ids.size(1) - 1))
+
+
+def test_smollm2_stored_beside_the_same_weights_expanded(smollm2, topics_ids):
+    stored = attnpack.CausalLM.from_gguf(attnpack.checkpoints.smollm2_path(), weights="stored")
+    assert sum(parameter.nbytes for parameter in stored.parameters()) < 95 << 20
+    ours, exact = perplexity(stored, topics_ids), perplexity(smollm2, topics_ids)
+    print(f"perplexity of Q4_1 {ours:.4f} stored, {exact:.4f} expanded")
+    assert abs(ours / exact - 1) < 0.01
+
+
+@pytest.mark.long
+def test_smollm2_in_8_and_4_bits(smollm2, topics_ids):
+    exact = perplexity(smollm2, topics_ids)
+    rounded = attnpack.convert.quantize_(copy.deepcopy(smollm2), bits=8)
+    numbers = {n: ops.widen_stored(x) if x.dtype == torch.uint8 else x for n, x in rounded.state_dict().items()}
+    expanded = copy.deepcopy(smollm2)
+    expanded.load_state_dict(numbers)
+    ours = perplexity(rounded, topics_ids)
+    print(f"perplexity of Q8_0 {ours:.4f} stored, {perplexity(expanded, topics_ids):.4f} expanded, {exact:.4f} exact")
+    assert abs(ours / perplexity(expanded, topics_ids) - 1) < 0.003
+    settings = {"bits": 4, "head_bits": 8, "exact_first": 2, "exact_last": 2}
+    worse = perplexity(attnpack.convert.quantize_(copy.deepcopy(smollm2), **settings), topics_ids)
+    print(f"of 4 bits, with the head in 8 and four exact blocks: {worse:.4f}")
+    assert worse / exact - 1 < 0.2
+
+
+def test_memory_grows_by_the_file_and_little_more():
+    path = attnpack.checkpoints.smollm2_path()
+    process = run_python(GROWTH.format(path=str(path)))
+    assert process.returncode == 0, process.text
+    grown = int(process.stdout.split()[-1])
+    assert grown < path.stat().st_size + (100 << 20), f"{grown / 2**20:.0f} MiB"
+
+
+GROWTH = """
+import attnpack, torch
+from attnpack import checkpoints
+from attnpack.tools.memory import resident_bytes
+torch.ones(300, 300) @ torch.ones(300, 300)
+before = resident_bytes("VmRSS")
+model = attnpack.CausalLM.from_gguf({path!r}, weights="stored")
+model.generate(torch.randint(1000, (1, 16)), max_new_tokens=24)
+print(resident_bytes("VmHWM") - before)
+"""

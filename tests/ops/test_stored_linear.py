@@ -4,8 +4,8 @@ import pytest
 import torch
 from attnpack import ops, reference
 from attnpack.ops.stored import format_of
+from isas import PRESENT, run_with
 from stored_blocks import FORMATS, numbers_of, random_blocks
-from test_isa import PRESENT, run_with
 from torch.library import opcheck
 from torch.nn import functional as F
 from torch.testing import assert_close

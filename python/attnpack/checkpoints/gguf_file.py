@@ -19,7 +19,7 @@ import torch
 
 from ..errors import as_path
 from ..file_errors import brief, naming
-from ..ops.stored import STORED_LAYOUTS
+from ..nn.stored import STORED_LAYOUTS
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9

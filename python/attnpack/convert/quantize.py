@@ -7,8 +7,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..nn.native import hold_stored
-from ..nn.stored import storable_layers
-from ..ops import to_stored
+from ..nn.stored import storable_layers, to_stored
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -26,7 +25,7 @@ def quantize_(
     Args:
         bits: 8 or 4.
         exact_first, exact_last: how many blocks at the start and at the end of each stack keep their weights.
-        head_bits: bits of lm_head, or of the table that it is tied to: 8, 4, or 0 to leave it exact. Default: `bits`.
+        head_bits: bits of lm_head, or of the table that it is tied to: 8, 4, or 0 for as it is. Default: `bits`.
     """
     _check(bits, exact_first, exact_last, head_bits)
     chosen = {name: bits for name in storable_layers(model)}

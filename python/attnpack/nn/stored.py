@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.stored import STORED_LAYOUTS, format_of
+from ..ops.stored import STORED_LAYOUTS, format_of, to_stored
+
+__all__ = ["STORED_LAYOUTS", "StoredEmbedding", "StoredLinear", "storable_layers", "to_stored"]
 
 
 class StoredLinear(nn.Module):

@@ -10,7 +10,6 @@
 #include <attnpack/core/padded.h>
 #include <attnpack/core/sizes.h>
 #include <attnpack/layers/spread.h>
-#include <attnpack/ops/stored_linear.h>
 
 namespace attnpack {
 
@@ -76,7 +75,7 @@ namespace {
 void check_place(const char* name, const at::Tensor& input, const at::Tensor& weight) {
   if (!weight.defined()) return;
   check_device(name, input, weight);
-  if (is_stored(weight)) return;  // any float dtype
+  if (!weight.is_floating_point()) return;  // stored weights multiply any float dtype
   // Autocast casts both to its own dtype.
   const auto type = input.device().type();
   ATTNPACK_CHECK(input.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(type), name,

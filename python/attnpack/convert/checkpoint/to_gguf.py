@@ -10,7 +10,7 @@ import torch
 from ...atomic_write import atomic_file
 from ...checkpoints.gguf_file import GgufFile
 from ...file_errors import naming
-from ...ops import to_stored
+from ...nn.stored import to_stored
 from ...progress import progress
 
 BITS = {"Q8_0": 8, "Q4_0": 4}
