@@ -183,13 +183,12 @@ for name in found[0]:
     print(f"{name:20}", *(f"{shares[name]:5.0%}" for shares in found))
 
 # %%
-figure, axes = plt.subplots(figsize=(6, 3.5))
+figure, axes = plt.subplots(figsize=(6, 3.5), dpi=110, layout="constrained")
 for name in found[0]:
     axes.plot(counts, [shares[name] for shares in found], marker="o", label=name)
 axes.axvline(width, color="grey", linestyle=":", label="rows of the state")
 axes.set(xlabel="pairs in the text", ylabel="words recalled", ylim=(0, 1.05))
 axes.legend()
-figure.tight_layout()
 plt.show()
 
 # %% [markdown]

@@ -567,4 +567,4 @@ print(f"3. {before:.0%} before, {held():.0%} after")
 assert held() > before
 
 # %% [markdown]
-# Next: [performance](performance.ipynb).
+# Next: [linear_attention](linear_attention.ipynb).
