@@ -88,7 +88,8 @@ void bind_block(py::module_& m, const char* name, const char* doc, size_t positi
       .def_readonly("pre_norm", &Impl::pre_norm)
       .def_readonly("dropout", &Impl::dropout)
       .def_readonly("residual_scale", &Impl::residual_scale);
-  if constexpr (requires(Impl impl) { impl.layout; }) cls.def_readonly("layout", &Impl::layout);
+  if constexpr (requires(Impl impl) { impl.layout; })
+    cls.def_readonly("layout", &Impl::layout).def_readonly("kv_from", &Impl::kv_from);
   bind_forward<Inputs>(cls, positional);
 }
 

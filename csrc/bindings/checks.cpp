@@ -68,6 +68,10 @@ void register_checks(py::module_& m) {
   m.def("one_latent", &check_one_latent);
   m.def("keys_are_values", &check_keys_are_values);
   m.def("kv_from", &check_kv_from);
+  m.def("own_keys", &check_own_keys);
+  m.def("chunked_call", &check_chunked_call);
+  m.def("kv_source", &check_kv_source);
+  m.def("layer_input", &check_layer_input);
   m.def("no_kv_from", &check_no_kv_from);
   m.def("keys_and_values", &check_keys_and_values);
   m.def("positions", [](const py::object& positions, const at::Tensor& query) {

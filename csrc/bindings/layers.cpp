@@ -1,4 +1,5 @@
 #include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/layer_tail.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/mixture_of_experts.h>
 #include <attnpack/modules/norm.h>
@@ -35,6 +36,23 @@ void register_layers(py::module_& m) {
       m, "FeedForward", "down(f(gate(x)) * up(x)), or down(f(up(x))).", "x");
   bind_layer<MixtureOfExpertsImpl, MixtureOfExpertsOptions, int64_t, int64_t, int64_t, int64_t>(
       m, "MixtureOfExperts", "Feed-forwards of which a gate chooses some for each token.", "x");
+
+  auto tail = bind_module<LayerTailImpl>(m, "LayerTail", "What stands behind the feed-forward of a layer.");
+  bind_options<LayerTailImpl, LayerTailOptions, int64_t>(tail);
+  bind_method(tail, "forward", {"x", "input"}, 2, [](LayerTailImpl& self, Arguments& arguments) {
+    const auto x = arguments.require<at::Tensor>("x");
+    OptionalTensor input;
+    arguments.read("input", input);
+    arguments.finish();
+    return without_gil([&] { return self.forward(x, input); });
+  });
+  auto table = bind_module<LayerInputTableImpl>(m, "LayerInputTable", "The inputs of the layers' tails.");
+  bind_options<LayerInputTableImpl, LayerInputTableOptions, int64_t, int64_t, int64_t, int64_t>(table);
+  bind_method(table, "forward", {"ids", "embedding"}, 2, [](LayerInputTableImpl& self, Arguments& arguments) {
+    const auto ids = arguments.require<at::Tensor>("ids"), embedding = arguments.require<at::Tensor>("embedding");
+    arguments.finish();
+    return without_gil([&] { return self.forward(ids, embedding); });
+  });
 
   auto rope = bind_module<RotaryEmbeddingImpl>(m, "RotaryEmbedding", "Rotary position embedding; no parameters.");
   bind_options<RotaryEmbeddingImpl, RotaryEmbeddingOptions, int64_t>(rope);

@@ -123,9 +123,10 @@ struct Reader<std::vector<LayerSettings>> {
     if (!is_list(value)) return std::nullopt;
     for (const auto& item : py::reinterpret_borrow<py::object>(value)) {
       const auto owner = c10::str("layer_settings[", layers.size(), "]");
-      const auto layer = read_dict(owner, item, LayerSettings(), {},
-                                   "window, rope_base, rope_scaling, rope, qk_norm, query_scale, experts, recurrent "
-                                   "and layout");
+      const auto layer =
+          read_dict(owner, item, LayerSettings(), {},
+                    "window, chunk, rope_base, rope_scaling, rope, qk_norm, query_scale, experts, recurrent, layout, "
+                    "num_kv_heads, head_dim, hidden_dim, keys_as_values and kv_from");
       if (!layer) return std::nullopt;
       layers.push_back(*layer);
     }
@@ -135,6 +136,18 @@ struct Reader<std::vector<LayerSettings>> {
     return "None or a list with a dict for each layer, such as {'window': (511, 0)}";
   }
 };
+
+template <>
+struct Reader<std::optional<TailSettings>> {
+  static std::optional<std::optional<TailSettings>> read(const py::handle& value) {
+    if (value.is_none()) return std::optional<TailSettings>();
+    const auto read = read_dict("tail", value, TailSettings(), {}, "input_dim and vocab_size");
+    return read ? std::make_optional(read) : std::nullopt;
+  }
+  static std::string wanted(const std::string&) { return "None or a dict such as {'input_dim': 256}"; }
+};
+
+inline py::object to_python(const TailSettings& tail) { return options_dict(tail); }
 
 inline py::object to_python(const std::vector<LayerSettings>& layers) {
   py::list result;

@@ -44,6 +44,7 @@ from .nn.attention import (
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
 from .nn.feed_forward import FeedForward, MixtureOfExperts
+from .nn.layer_tail import LayerInputTable, LayerTail
 from .nn.norm import RMSNorm
 from .nn.recurrent import GatedConvolution, GatedDeltaNet, KimiDeltaAttention, LinearAttention
 from .nn.rope import RotaryEmbedding
@@ -76,6 +77,8 @@ __all__ = [
     "GroupedQueryAttention",
     "KimiDeltaAttention",
     "LatentCache",
+    "LayerInputTable",
+    "LayerTail",
     "LinearAttention",
     "MixtureOfExperts",
     "ModelCache",

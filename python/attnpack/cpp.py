@@ -13,6 +13,8 @@ RMSNorm = _C.cpp.RMSNorm
 LayerNorm = _C.cpp.LayerNorm
 FeedForward = _C.cpp.FeedForward
 MixtureOfExperts = _C.cpp.MixtureOfExperts
+LayerTail = _C.cpp.LayerTail
+LayerInputTable = _C.cpp.LayerInputTable
 RotaryEmbedding = _C.cpp.RotaryEmbedding
 
 SelfAttention = _C.cpp.SelfAttention

@@ -29,6 +29,7 @@ MAMBA = {
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
     "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
 }  # fmt: skip
+NO_EXPERTS = {"num_experts", "top_k_experts", "moe_intermediate_size"}  # of Gemma 4
 # Settings that follow from others in a family, or that transformers does not read either.
 UNUSED = {
     "gemma3": {"_sliding_window_pattern"},  # layer_types say it
@@ -50,6 +51,9 @@ UNUSED = {
     "seed_oss": {"attention_dropout"},
     "gpt_neox": {"is_decoder"},
     "mistral4": {"head_dim", "qk_head_dim"},
+    "llama4": {"no_rope_layer_interval", "interleave_moe_layer_step"},
+    "gemma4": NO_EXPERTS,
+    "gemma4_keys_as_values": NO_EXPERTS | {"use_double_wide_mlp", "vocab_size_per_layer_input"},
     "granite_hybrid": MAMBA,
     "granite_hybrid_dense": MAMBA | {"num_experts_per_tok", "intermediate_size", "position_embedding_type"},
 }
@@ -161,6 +165,12 @@ REFUSED = [
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("granite_hybrid", {"layer_types": ["attention", "mamba", "attention"]}, "layers of Mamba are not supported"),
     ("mistral4", {"n_group": 2}, "n_group and topk_group in config.json are not 1"),
+    ("gemma4", {"enable_moe_block": True}, "enable_moe_block = True"),
+    ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers in config.json is 3, wants fewer than 3"),
+    ("gemma4", {"num_kv_shared_layers": 2}, "leaves no layer of the kind of layer 1"),
+    ("gemma4", {"layer_types": ["sliding_attention"] * 3}, "ends with 'sliding_attention'"),
+    ("gemma4", {"per_layer_config": {"1": {"rope": 3}}}, "per_layer_config of layer 1"),
+    ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is null"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers in config.json has 1 numbers"),
     ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping = 3.0"),  # transformers does not apply it
 ]

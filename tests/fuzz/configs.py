@@ -48,6 +48,8 @@ ROPES: list[dict[str, Any]] = [
      "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}},
     {"full_attention": {"rope_type": "default", "rope_theta": 900.0},
      "sliding_attention": {"rope_type": "linear", "rope_theta": 70.0, "factor": 2.0}},
+    {"full_attention": {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0}},
 ]  # fmt: skip
 # Fields by name; every other one by the kind of its value. A field of another family stands here too: transformers
 # writes whatever it is given.
@@ -83,6 +85,12 @@ VALUES: dict[str, Any] = {
     "use_bidirectional_attention": [False, True],
     "no_rope_layers": [None, [1, 0, 1, 1, 0, 1, 1], [0] * 7, [1] * 7, [0, 1, 0]],
     "no_rope_layer_interval": [1, 2, 3],
+    "attention_chunk_size": [None, 1, 4, 7, 100],
+    "floor_scale": [1, 3, 50],
+    "moe_layers": [None, [], [0], [0, 1, 2]],
+    "num_kv_shared_layers": [0, 1, 2, 3],
+    "hidden_size_per_layer_input": [0, 4, 6],
+    "global_head_dim": [8, 12, 16],
     "sliding_window_pattern": [1, 2, 3, 4, "LLG"],
     "position_embedding_type": ["rope", None, "nope"],
     "num_local_experts": [0, 1, 2, 5],
@@ -126,7 +134,12 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
     for field in chosen:
         settings[field] = other_value(rng, field, settings.get(field, defaults.get(field)))
     count = settings.get("num_hidden_layers", settings.get("n_layer", 3))
-    if name.startswith("granite_hybrid"):
+    if name == "llama4" and rng.random() < 0.5:
+        kinds = ["chunked_attention", "full_attention"]
+        settings["layer_types"] = [rng.choice(kinds) for _ in range(count)]
+    elif name == "gemma4" and rng.random() < 0.7:
+        settings["layer_types"] = [rng.choice(KINDS) for _ in range(count - 1)] + ["full_attention"]
+    elif name.startswith("granite_hybrid"):
         settings["layer_types"] = [rng.choice(["attention", "full_attention"])] * count
     elif "layer_types" in fields or rng.random() < 0.1:
         settings["layer_types"] = layer_types(rng, count)

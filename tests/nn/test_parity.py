@@ -43,7 +43,7 @@ def test_twin_gives_bitwise_the_same(case):
     assert torch.equal(out, native_out)
     assert set(grads) == set(native_grads)
     for name in grads:
-        if name.endswith("e_score_correction_bias"):  # frozen
+        if name.endswith(("e_score_correction_bias", "scalar")):  # frozen
             continue
         assert grads[name] is not None and torch.equal(grads[name], native_grads[name]), name
 
@@ -133,7 +133,7 @@ def test_project_is_what_enters_the_operator():
     torch.manual_seed(0)
     for case in CASES:
         module, inputs = make_case(case)
-        if not hasattr(module, "project"):
+        if not hasattr(module, "project") or getattr(module, "chunk", None):  # chunks are a mask, made in forward
             continue
         query, key, value = module.project(*inputs)
         for ours, theirs in zip((query, key, value), module.cpp().project(*inputs), strict=True):

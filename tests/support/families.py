@@ -405,6 +405,20 @@ _RENAMED_IN = {
     },
     "minimax_m2": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
     "granitemoehybrid": {".block_sparse_moe.router.": ".mlp.gate.", ".block_sparse_moe.": ".mlp."},
+    "llama4_text": {
+        ".feed_forward.router.": ".mlp.gate.",
+        ".feed_forward.shared_expert.": ".mlp.shared_experts.",
+        ".feed_forward.": ".mlp.",
+    },
+    "gemma4_text": {
+        ".per_layer_input_gate.": ".tail.gate.",
+        ".per_layer_projection.": ".tail.projection.",
+        ".post_per_layer_input_norm.": ".tail.norm.",
+        ".layer_scalar": ".tail.scalar",
+        "model.embed_tokens_per_layer.": "model.layer_inputs.embed_tokens.",
+        "model.per_layer_model_projection.": "model.layer_inputs.model_projection.",
+        "model.per_layer_projection_norm.": "model.layer_inputs.projection_norm.",
+    },
 }
 
 
@@ -436,7 +450,7 @@ def _parts(config: Any, key: str, value: Tensor) -> list[tuple[str, Tensor]]:
 
 def _expert(kind: str, stem: str, last: str, value: Tensor) -> list[tuple[str, Tensor]]:
     what = "bias" if last.endswith("_bias") else "weight"
-    if kind == "gpt_oss" and what == "weight":
+    if kind in ("gpt_oss", "llama4_text") and what == "weight":
         value = value.T
     if last.startswith("down_proj"):
         return [(f"{stem}.down_proj.{what}", value)]

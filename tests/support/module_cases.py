@@ -263,6 +263,42 @@ CASES = [
         lambda: (_x(),),
     ),
     ModuleCase(
+        "grouped_in_chunks",
+        lambda **f: attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, chunk=2, rope=_rope(), **f),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "layer_tail",
+        lambda **f: attnpack.LayerTail(EMBED, input_dim=6, **f),
+        lambda: (_x(), _x(5, 6)),
+        attends=False,
+    ),
+    ModuleCase("layer_tail_factor", lambda **f: attnpack.LayerTail(EMBED, **f), lambda: (_x(),), attends=False),
+    ModuleCase(
+        "causal_lm_shared_keys",
+        lambda **f: _causal_lm(
+            layout="sandwich",
+            activation="geglu_tanh",
+            qk_norm={"values": True},
+            tail={"input_dim": 6},
+            layer_settings=[{"keys_as_values": True}, {"kv_from": 0, "hidden_dim": 20}],
+            **f,
+        ),
+        lambda: (_ids(),),
+    ),
+    ModuleCase(
+        "causal_lm_heads_by_layer",
+        lambda **f: _causal_lm(
+            tail={},
+            layer_settings=[
+                {"head_dim": 6, "num_kv_heads": 4, "chunk": 2},
+                {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+            ],
+            **f,
+        ),
+        lambda: (_ids(),),
+    ),
+    ModuleCase(
         "decoder_block_layer_no_bias",
         lambda **f: _layout("parallel", norm="layer_no_bias", residual_scale=0.3, **f),
         lambda: (_x(),),

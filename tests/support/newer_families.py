@@ -45,6 +45,22 @@ def partial(part: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": part}
 
 
+CHUNKS = {"chunk": 6, "query_scale": False, "experts": False}
+FULL = NONE | {
+    "head_dim": 16,
+    "rope_base": 1e6,
+    "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+}
+OURS_GEMMA4 = OURS | {
+    "head_dim": 8,
+    "layout": "sandwich",
+    "activation": "geglu_tanh",
+    "embed_scale": 32**0.5,
+    "qk_norm": {"eps": 1e-5, "values": True},
+    "scores": {"scale": 1.0},
+    "tie_embeddings": True,
+}
+
 # name: (class of the configuration, its settings, ours, windows of the layers)
 ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
     "smollm3": (
@@ -345,5 +361,79 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
             "layer_settings": [{"experts": False}, {}, {}],
         },
         [],
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        RMS
+        | {
+            "head_dim": 12,
+            "intermediate_size": 20,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "attention_bias": True,
+        },
+        OURS
+        | {
+            "head_dim": 12,
+            "bias": True,
+            "rope_interleaved": True,
+            "rope_base": 5e5,
+            "qk_norm": {"eps": 1e-5, "after_rope": True, "weights": False},
+            "scores": {"query_scale": {"type": "llama4", "floor_scale": 4.0, "attn_scale": 0.5}},
+            "experts": {
+                "hidden_dim": 20,
+                "num_experts": 4,
+                "top_k": 2,
+                "scores": "sigmoid",
+                "weigh_inputs": True,
+                "shared_dim": 20,
+            },
+            "layer_settings": [CHUNKS, {"rope": False, "qk_norm": False}, CHUNKS],
+        },
+        [],
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        RMS
+        | {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "sliding_window": 5,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 96,
+            "final_logit_softcapping": 2.0,
+        },
+        OURS_GEMMA4
+        | {
+            "final_softcap": 2.0,
+            "tail": {"input_dim": 6, "vocab_size": 96},
+            "layer_settings": [WINDOW, FULL, FULL | {"kv_from": 1, "hidden_dim": 96}],
+        },
+        [5, 0, 0],
+    ),
+    "gemma4_keys_as_values": (
+        "Gemma4TextConfig",
+        RMS
+        | {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 5,
+            "hidden_size_per_layer_input": 0,
+        },
+        OURS_GEMMA4
+        | {"tail": {}, "layer_settings": [WINDOW, WINDOW, FULL | {"num_kv_heads": 1, "keys_as_values": True}]},
+        [5, 5, 0],
     ),
 }

@@ -60,7 +60,9 @@ void ModelCache::crop(const c10::SymInt& n) {
 }
 
 void ModelCache::reorder(const at::Tensor& index) {
-  for (const auto& layer : layers_) layer->reorder(index);
+  const bool filled = lengths().size(0) > 0;
+  for (const auto& layer : layers_)
+    if (!filled || layer->lengths().size(0) > 0) layer->reorder(index);  // a layer without keys of its own holds none
 }
 
 std::shared_ptr<ModelCache> ModelCache::clone() const {

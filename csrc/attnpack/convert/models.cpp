@@ -72,6 +72,10 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
                  "model: got one with gates, whose rows belong to the places of its heads; merged heads ",
                  "are put in another order");
   const auto layers = model->resolved_layers();
+  for (const auto& layer : layers)
+    ATTNPACK_CHECK(layer.head_dim() == source.head_dim() && layer.num_kv_heads() == source.num_kv_heads() &&
+                       !layer.keys_as_values() && !layer.kv_from(),
+                   "model: got one whose layers have heads of several sizes, or share keys, want layers alike");
   auto state = state_dict(*model);
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   for (int64_t layer = 0; layer < source.num_layers(); ++layer) {

@@ -12,6 +12,7 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/layer_tail.h>
 #include <attnpack/modules/recurrent/gated_delta_net.h>
 #include <attnpack/modules/recurrent/kimi_delta_attention.h>
 #include <attnpack/modules/recurrent/linear_attention.h>
@@ -73,12 +74,15 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettin
                                         .factory(o.factory()));
   }
   const auto scores = o.scores().value_or(ScoreSettings());
-  return GroupedQueryAttention(GroupedQueryAttentionOptions(o.embed_dim(), o.num_heads(), *o.num_kv_heads())
-                                   .head_dim(o.head_dim())
+  return GroupedQueryAttention(GroupedQueryAttentionOptions(o.embed_dim(), o.num_heads(), *layer.num_kv_heads())
+                                   .head_dim(layer.head_dim())
+                                   .keys_as_values(layer.keys_as_values())
+                                   .own_keys(!layer.kv_from())
                                    .bias(o.bias())
                                    .out_bias(o.out_bias())
                                    .qk_norm(layer.qk_norm() ? o.qk_norm() : QkNorm(false))
                                    .window(layer.window())
+                                   .chunk(layer.chunk())
                                    .softcap(scores.softcap())
                                    .sinks(scores.sinks())
                                    .alibi(scores.alibi())
@@ -92,15 +96,15 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettin
 }
 
 // The dims of a head that rotate.
-int64_t rotated_dims(const CausalLMOptions& o) {
+int64_t rotated_dims(const CausalLMOptions& o, const LayerSettings& layer) {
   if (o.latent()) return o.latent()->qk_rope_head_dim().value_or(0);
-  return o.scores().value_or(ScoreSettings()).rope_dim().value_or(*o.head_dim());
+  return o.scores().value_or(ScoreSettings()).rope_dim().value_or(*layer.head_dim());
 }
 
 RotaryEmbedding make_rope(const CausalLMOptions& o, const LayerSettings& layer) {
-  const bool none = layer.recurrent() || !layer.rope() || (o.latent() && rotated_dims(o) == 0);
+  const bool none = layer.recurrent() || !layer.rope() || (o.latent() && rotated_dims(o, layer) == 0);
   if (none) return nullptr;
-  return RotaryEmbedding(RotaryEmbeddingOptions(rotated_dims(o))
+  return RotaryEmbedding(RotaryEmbeddingOptions(rotated_dims(o, layer))
                              .base(*layer.rope_base())
                              .max_positions(o.max_positions())
                              .scaling(layer.rope_scaling())
@@ -111,10 +115,27 @@ Part<TokenModule> make_feed_forward(const CausalLMOptions& o, const LayerSetting
   if (layer.experts()) {
     return MixtureOfExperts(MixtureOfExpertsOptions(*o.experts()).embed_dim(o.embed_dim()).factory(o.factory()));
   }
-  return FeedForward(FeedForwardOptions(o.embed_dim(), *o.hidden_dim())
+  return FeedForward(FeedForwardOptions(o.embed_dim(), *layer.hidden_dim())
                          .activation(o.activation())
                          .bias(o.mlp_bias())
                          .factory(o.factory()));
+}
+
+LayerTail make_tail(const CausalLMOptions& o) {
+  if (!o.tail()) return nullptr;
+  return LayerTail(LayerTailOptions(o.embed_dim())
+                       .input_dim(o.tail()->input_dim())
+                       .activation(o.activation())
+                       .eps(o.eps())
+                       .factory(o.factory()));
+}
+
+LayerInputTable make_layer_inputs(const CausalLMOptions& o) {
+  if (!o.tail() || !o.tail()->input_dim()) return nullptr;
+  return LayerInputTable(LayerInputTableOptions(o.tail()->vocab_size().value_or(o.vocab_size()), o.embed_dim(),
+                                                o.num_layers(), *o.tail()->input_dim())
+                             .eps(o.eps())
+                             .factory(o.factory()));
 }
 
 DecoderBlock make_block(const CausalLMOptions& o, const LayerSettings& layer) {
@@ -123,7 +144,9 @@ DecoderBlock make_block(const CausalLMOptions& o, const LayerSettings& layer) {
                           .layout(layer.layout())
                           .eps(o.eps())
                           .dropout(o.dropout())
-                          .residual_scale(o.residual_scale()));
+                          .residual_scale(o.residual_scale())
+                          .tail(make_tail(o))
+                          .kv_from(layer.kv_from()));
 }
 
 Embedding fixed_positions(const CausalLMOptions& o) {
@@ -143,7 +166,14 @@ void check_latent(const CausalLMOptions& o) {
   refuse(o.window().has_value(), "window");
   refuse(o.out_bias().has_value(), "out_bias");
   refuse(o.scores().has_value(), "scores");
-  for (const auto& layer : o.layer_settings()) refuse(layer.window().has_value(), "layer_settings: window");
+  for (const auto& layer : o.layer_settings()) {
+    refuse(layer.window().has_value(), "layer_settings: window");
+    refuse(layer.chunk().has_value(), "layer_settings: chunk");
+    refuse(layer.num_kv_heads().has_value(), "layer_settings: num_kv_heads");
+    refuse(layer.head_dim().has_value(), "layer_settings: head_dim");
+    refuse(layer.keys_as_values(), "layer_settings: keys_as_values");
+    refuse(layer.kv_from().has_value(), "layer_settings: kv_from");
+  }
 }
 
 void check_families(const CausalLMOptions& o) {
@@ -196,7 +226,8 @@ void CausalLMImpl::reset() {
                    .eps(o.eps())
                    .embed_tokens(embedding)
                    .embed_scale(o.embed_scale())
-                   .dropout(o.dropout());
+                   .dropout(o.dropout())
+                   .layer_inputs(make_layer_inputs(o));
   if (o.position_embedding() == "learned") stack.embed_positions(table(o.max_positions()));
   if (o.position_embedding() == "sinusoidal") stack.embed_positions(fixed_positions(o));
   model = register_module("model", Decoder(stack));
@@ -238,51 +269,65 @@ std::vector<LayerSettings> CausalLMImpl::resolved_layers() const {
     layer.experts(layer.experts() && o.experts());
     layer.recurrent(layer.recurrent() && o.recurrent());
     if (!layer.layout()) layer.layout(o.layout());
+    if (!layer.num_kv_heads()) layer.num_kv_heads(o.num_kv_heads());
+    if (!layer.head_dim()) layer.head_dim(o.head_dim());
+    if (!layer.hidden_dim()) layer.hidden_dim(o.hidden_dim());
   }
   return layers;
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const { return model->new_cache(); }
 
-std::shared_ptr<ModelCache> CausalLMImpl::cache_of(
-    const std::function<std::shared_ptr<KVCache>()>& of_attention) const {
-  auto layers = dynamic_cache()->layers();
-  for (auto& layer : layers)
-    if (!std::dynamic_pointer_cast<RecurrentCache>(layer)) layer = of_attention();
-  return std::make_shared<ModelCache>(std::move(layers));
+std::shared_ptr<ModelCache> CausalLMImpl::caches_by_layer(
+    const std::function<std::shared_ptr<KVCache>(const LayerSettings&)>& make) const {
+  auto caches = dynamic_cache()->layers();
+  const auto layers = resolved_layers();
+  for (size_t i = 0; i < caches.size(); ++i)
+    if (!layers[i].recurrent() && !layers[i].kv_from()) caches[i] = make(layers[i]);
+  return std::make_shared<ModelCache>(std::move(caches));
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t max_len) const {
   const auto& latent = options.latent();
-  const int64_t width = latent ? *latent->kv_lora_rank() + *latent->qk_rope_head_dim() : *options.head_dim();
-  auto shape = StaticCacheOptions(batch, latent ? 1 : *options.num_kv_heads(), max_len, width);
-  if (latent) shape.v_head_dim(0);
-  shape.tensor(model->state_options());
-  return cache_of([&] { return std::make_shared<StaticCache>(shape); });
+  const auto like = model->state_options();
+  return caches_by_layer([&](const LayerSettings& layer) -> std::shared_ptr<KVCache> {
+    if (latent) {
+      const auto width = *latent->kv_lora_rank() + *latent->qk_rope_head_dim();
+      return std::make_shared<StaticCache>(StaticCacheOptions(batch, 1, max_len, width).v_head_dim(0).tensor(like));
+    }
+    return std::make_shared<StaticCache>(
+        StaticCacheOptions(batch, *layer.num_kv_heads(), max_len, *layer.head_dim()).tensor(like));
+  });
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
   auto layers = dynamic_cache()->layers();
   const auto settings = resolved_layers();
+  std::set<int64_t> read;  // by other layers, which take no ring
+  for (const auto& layer : settings)
+    if (layer.kv_from()) read.insert(*layer.kv_from());
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto [left, right] = settings[i].window().value_or(Window{-1, -1});
-    if (settings[i].recurrent()) continue;
-    if (left >= 0 && right <= 0) layers[i] = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left));
+    const bool ring = left >= 0 && right <= 0 && !settings[i].kv_from() && !read.contains(static_cast<int64_t>(i));
+    if (ring && !settings[i].recurrent())
+      layers[i] = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left));
   }
   return std::make_shared<ModelCache>(std::move(layers));
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::quantized_cache(const QuantizedCacheOptions& cache) const {
-  return cache_of([&] { return std::make_shared<QuantizedCache>(cache); });
+  return caches_by_layer([&](const LayerSettings&) { return std::make_shared<QuantizedCache>(cache); });
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num_pages) const {
   ATTNPACK_CHECK(!options.latent(),
                  "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static', 'int8' "
                  "or 'none': pages hold the keys and values of heads");
-  const auto shape =
-      PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages).tensor(model->state_options());
-  return cache_of([&] { return std::make_shared<PagedCache>(shape); });
+  const auto like = model->state_options();
+  return caches_by_layer([&](const LayerSettings& layer) -> std::shared_ptr<KVCache> {
+    return std::make_shared<PagedCache>(
+        PagedCacheOptions(batch, *layer.num_kv_heads(), *layer.head_dim(), num_pages).tensor(like));
+  });
 }
 
 void CausalLMImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::CausalLM", options); }

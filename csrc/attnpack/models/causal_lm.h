@@ -16,6 +16,7 @@ namespace attnpack {
 // A layer's own settings. A setting that is not given is that of the model's options.
 struct LayerSettings : OptionList<LayerSettings> {
   ATTNPACK_OPTION(std::optional<Window>, window);  // {-1, -1} for none
+  ATTNPACK_OPTION(std::optional<int64_t>, chunk);  // as in GroupedQueryAttentionOptions
   ATTNPACK_OPTION(std::optional<double>, rope_base);
   ATTNPACK_OPTION(std::optional<RopeScaling>, rope_scaling);
   ATTNPACK_OPTION(bool, rope) = true;         // false: no rotation in this layer
@@ -25,6 +26,11 @@ struct LayerSettings : OptionList<LayerSettings> {
   // false: attention in a model with recurrent layers.
   ATTNPACK_OPTION(bool, recurrent) = true;
   ATTNPACK_OPTION(std::optional<std::string>, layout);  // places of the norms, as in DecoderBlockOptions
+  ATTNPACK_OPTION(std::optional<int64_t>, num_kv_heads);
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, hidden_dim);
+  ATTNPACK_OPTION(bool, keys_as_values) = false;     // there is no v_proj, as in GroupedQueryAttentionOptions
+  ATTNPACK_OPTION(std::optional<int64_t>, kv_from);  // the earlier layer whose keys and values it reads
 };
 
 // A recurrent layer: its kind, and the options of that module. Options of other kinds do not apply.
@@ -41,6 +47,12 @@ struct RecurrentSettings : OptionList<RecurrentSettings> {
   ATTNPACK_OPTION(bool, bias) = false;
   ATTNPACK_OPTION(std::string, feature_map) = "identity";
   ATTNPACK_OPTION(std::string, decay) = "none";
+};
+
+// What stands behind the feed-forward of each layer (LayerTail).
+struct TailSettings : OptionList<TailSettings> {
+  ATTNPACK_OPTION(std::optional<int64_t>, input_dim);   // width of each layer's input per token; none: only a factor
+  ATTNPACK_OPTION(std::optional<int64_t>, vocab_size);  // rows of the table of these inputs; default the model's
 };
 
 // Further options of all attention layers, as in GroupedQueryAttentionOptions.
@@ -100,6 +112,7 @@ struct CausalLMOptions : OptionList<CausalLMOptions> {
   ATTNPACK_OPTION(std::optional<MixtureOfExpertsOptions>, experts);
   // A recurrent layer in the place of each attention; layer_settings say where there is attention.
   ATTNPACK_OPTION(std::optional<RecurrentSettings>, recurrent);
+  ATTNPACK_OPTION(std::optional<TailSettings>, tail);
   // One for each layer, where layers differ.
   ATTNPACK_OPTION(std::vector<LayerSettings>, layer_settings);
   ATTNPACK_OPTION(Factory, factory);
@@ -148,12 +161,14 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   Decoder model{nullptr};
   Linear lm_head{nullptr};
 
+ private:
+  // What `make` gives for each layer; a RecurrentCache for a recurrent layer, and an empty cache for a layer that reads
+  // the keys of another.
+  std::shared_ptr<ModelCache> caches_by_layer(
+      const std::function<std::shared_ptr<KVCache>(const LayerSettings&)>& make) const;
+
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(CausalLMInputs())})
-
- private:
-  // A RecurrentCache for each recurrent layer, for the others what of_attention() gives.
-  std::shared_ptr<ModelCache> cache_of(const std::function<std::shared_ptr<KVCache>()>& of_attention) const;
 };
 TORCH_MODULE(CausalLM);
 

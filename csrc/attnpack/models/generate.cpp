@@ -85,7 +85,7 @@ std::shared_ptr<ModelCache> share_rows(const std::shared_ptr<ModelCache>& cache,
   std::vector<std::shared_ptr<KVCache>> layers;
   for (const auto& layer : cache->layers()) {
     if (!std::dynamic_pointer_cast<StaticCache>(layer)) {
-      layer->reorder(index);
+      if (layer->lengths().size(0) > 0) layer->reorder(index);  // a layer without keys of its own holds none
       layers.push_back(layer);
       continue;
     }

@@ -18,6 +18,12 @@
 
 namespace attnpack {
 
+// Keys and values of the tokens of a call as they enter the operator, [B, Hkv, L, D]: the layer that is given an empty
+// one puts its own there, and later layers read them (AttentionInputs::kv).
+struct SharedKeys {
+  at::Tensor key, value;
+};
+
 // The inputs of an attention module's forward beside x.
 struct AttentionInputs : OptionList<AttentionInputs> {
   AttentionInputs() = default;
@@ -39,6 +45,10 @@ struct AttentionInputs : OptionList<AttentionInputs> {
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
   ATTNPACK_OPTION(std::shared_ptr<KVCache>, kv_from);
+
+ public:
+  // The same without a cache, with gradients: keys and values of these tokens that two layers of a Decoder share.
+  std::shared_ptr<SharedKeys> kv;
   // Only for SparseAttention and SparseLatentAttention: a LatentCache, or a StaticCache of one head, for the keys of
   // their indexer, beside cache.
   ATTNPACK_OPTION(std::shared_ptr<KVCache>, index_cache);

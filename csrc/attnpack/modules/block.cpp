@@ -83,8 +83,10 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
       dropout(options.dropout()),
       residual_scale(options.residual_scale()),
       layout(options.layout()),
+      kv_from(options.kv_from()),
       self_attn(options.attention()),
       cross_attn(options.cross_attention()),
+      tail(options.tail()),
       mlp(options.feed_forward()) {
   check_layout(layout, pre_norm, bool(cross_attn));
   if (layout != "output") input_layernorm = norm_beside(options);
@@ -106,20 +108,30 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
   check_cross_attention(bool(cross_attn), inputs.context() || (held && held->filled()));
   check_input("x", x, self_attn->embed_dim(), {});
   if (inputs.context()) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
+  const auto attend = [&](const at::Tensor& t) {
+    auto given = AttentionInputs()
+                     .causal(true)
+                     .mask(inputs.mask())
+                     .cache(inputs.kv_from ? nullptr : inputs.cache())
+                     .positions(inputs.positions())
+                     .kv_lens(inputs.kv_lens())
+                     .kv_from(inputs.kv_from);
+    given.kv = inputs.kv;
+    return self_attn->forward(t, given);
+  };
+  const auto out = run(x, inputs, attend);
+  if (!tail) check_layer_input(inputs.layer_input.has_value(), false);
+  return tail ? tail->forward(out, inputs.layer_input) : out;
+}
+
+at::Tensor DecoderBlockImpl::run(const at::Tensor& x, const DecoderBlockInputs& inputs,
+                                 const std::function<at::Tensor(const at::Tensor&)>& attend) {
+  if (layout) return run_layout(x, attend);
   std::optional<at::Tensor> positions;  // before self-attention appends
   if (cross_attn) {
     check_cross_distances(cross_attn->counts_distances(), bool(inputs.cache()));
     positions = query_positions(*cross_attn.operator->(), x, inputs);
   }
-  const auto attend = [&](const at::Tensor& t) {
-    return self_attn->forward(t, AttentionInputs()
-                                     .causal(true)
-                                     .mask(inputs.mask())
-                                     .cache(inputs.cache())
-                                     .positions(inputs.positions())
-                                     .kv_lens(inputs.kv_lens()));
-  };
-  if (layout) return run_layout(x, attend);
   auto h = residual(*this, x, input_layernorm, attend);
   if (cross_attn) {
     h = residual(*this, h, cross_attention_layernorm, [&](const at::Tensor& t) {

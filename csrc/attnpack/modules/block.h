@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/modules/attention_module.h>
+#include <attnpack/modules/layer_tail.h>
 #include <attnpack/modules/part.h>
 #include <attnpack/ops/option_list.h>
 
@@ -31,6 +32,13 @@ struct DecoderInputsOf : OptionList<DecoderInputsOf<Cache>> {
   ATTNPACK_OPTION(std::optional<at::Tensor>, context_lens);  // valid context tokens of each sequence, [B]
   // cross-attention's: a CrossCache, for a stack a ModelCache of them. Where it is filled, the context is not read.
   ATTNPACK_OPTION(std::shared_ptr<Cache>, cross_cache);
+
+ public:
+  // What a stack gives its blocks: the cache of the layer whose keys the block reads, or, without caches, the keys
+  // themselves; and the input of the block's tail, [B, L, input_dim].
+  std::shared_ptr<KVCache> kv_from;
+  std::shared_ptr<SharedKeys> kv;
+  std::optional<at::Tensor> layer_input;
 };
 using DecoderBlockInputs = DecoderInputsOf<KVCache>;
 
@@ -90,6 +98,9 @@ struct DecoderBlockOptions : OptionList<DecoderBlockOptions> {
   ATTNPACK_OPTION(double, eps) = 1e-6;
   ATTNPACK_OPTION(double, dropout) = 0.0;         // of what attention and feed-forward add to x, in training
   ATTNPACK_OPTION(double, residual_scale) = 1.0;  // factor on what they add (Granite)
+  ATTNPACK_OPTION(Part<LayerTailImpl>, tail);     // what stands behind the feed-forward (Gemma 4)
+  // In a Decoder: self-attention reads the keys and values of this earlier layer. The module has own_keys false.
+  ATTNPACK_OPTION(std::optional<int64_t>, kv_from);
 };
 
 // Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if
@@ -117,13 +128,16 @@ class DecoderBlockImpl : public Container<DecoderBlockImpl> {
       f("cross_attn", cross_attn);
       f("cross_attention_layernorm", cross_attention_layernorm);
     }
+    if (tail) f("tail", tail);
   }
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::DecoderBlock"; }
 
   bool pre_norm;
   double dropout, residual_scale;
   std::optional<std::string> layout;
+  std::optional<int64_t> kv_from;
   Part<AttentionModule> self_attn, cross_attn;
+  Part<LayerTailImpl> tail;
   Part<TokenModule> mlp, input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,
       post_feedforward_layernorm, cross_attention_layernorm;
 
@@ -131,7 +145,9 @@ class DecoderBlockImpl : public Container<DecoderBlockImpl> {
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(DecoderBlockInputs())})
 
  private:
-  // The block with a layout. attend is self-attention.
+  // The block without its tail. attend is self-attention.
+  at::Tensor run(const at::Tensor& x, const DecoderBlockInputs& inputs,
+                 const std::function<at::Tensor(const at::Tensor&)>& attend);
   at::Tensor run_layout(const at::Tensor& x, const std::function<at::Tensor(const at::Tensor&)>& attend);
 };
 TORCH_MODULE(DecoderBlock);

@@ -1,6 +1,7 @@
 #include <attnpack/modules/feed_forward.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/detail/activations.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/dropout.h>
 #include <attnpack/modules/detail/print_options.h>
@@ -9,8 +10,6 @@ namespace attnpack {
 
 namespace {
 
-bool has_gate(const std::string& activation) { return activation.ends_with("glu") || activation == "geglu_tanh"; }
-
 at::Tensor activated(const std::string& activation, const at::Tensor& x) {
   if (activation == "swiglu") return at::silu(x);
   if (activation == "relu") return at::relu(x);
@@ -18,14 +17,16 @@ at::Tensor activated(const std::string& activation, const at::Tensor& x) {
   return at::gelu(x, activation.ends_with("_tanh") ? "tanh" : "none");
 }
 
-at::Tensor gated(const std::string& activation, const at::Tensor& gate, const at::Tensor& up) {
+}  // namespace
+
+bool has_gate(const std::string& activation) { return activation.ends_with("glu") || activation == "geglu_tanh"; }
+
+at::Tensor gated_by(const std::string& activation, const at::Tensor& gate, const at::Tensor& up) {
   if (activation != "clamped_swiglu") return activated(activation, gate) * up;
   const double alpha = 1.702, limit = 7;  // of gpt-oss
   const auto g = gate.clamp_max(limit);
   return g * at::sigmoid(alpha * g) * (up.clamp(-limit, limit) + 1);
 }
-
-}  // namespace
 
 void FeedForwardImpl::reset() {
   const auto& o = options;
@@ -46,7 +47,7 @@ at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   const auto down = [this](const at::Tensor& inner) { return down_proj(dropped(inner, options.dropout(), *this)); };
   if (!gate_proj) return down(activated(options.activation(), up_proj(x)));
   const auto inner = forward_all(x, {gate_proj.get(), up_proj.get()});
-  return down(gated(options.activation(), inner[0], inner[1]));
+  return down(gated_by(options.activation(), inner[0], inner[1]));
 }
 
 void FeedForwardImpl::pretty_print(std::ostream& stream) const {

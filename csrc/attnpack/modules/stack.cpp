@@ -42,6 +42,9 @@ StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
     norm =
         make_norm(options.norm(), NormOptions(attention->embed_dim()).eps(options.eps()).factory(attention->factory()));
   }
+  layer_inputs = options.layer_inputs();
+  ATTNPACK_CHECK(!layer_inputs || embed_tokens,
+                 "layer_inputs: got a table, but no embed_tokens: it reads token ids too; give both");
   this->register_parts();
 }
 
@@ -88,6 +91,14 @@ at::Tensor EncoderImpl::run(const char* name, const at::Tensor& x, const Encoder
   return finish(h);
 }
 
+std::optional<size_t> DecoderImpl::source_of(size_t i) const {
+  const auto& from = block(i).kv_from;
+  if (!from) return std::nullopt;
+  const auto layer = static_cast<int64_t>(i);
+  check_kv_source(layer, *from, *from < 0 || *from >= layer || !block(*from).kv_from);
+  return *from;
+}
+
 at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const DecoderInputs& inputs) {
   const auto& cache = inputs.cache();
   const auto& cross_cache = inputs.cross_cache();
@@ -95,6 +106,11 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   if (cross_cache) check_cache_layers(cross_cache->layers().size(), layers->size());
   const auto run_layers = [&] {
     auto h = embed(name, x, inputs.positions(), cache ? past_lengths(cache->lengths(), x) : std::nullopt);
+    const auto by_layer = layer_inputs ? std::make_optional(layer_inputs->forward(x, h)) : std::nullopt;
+    std::vector<std::shared_ptr<SharedKeys>> shared(layers->size());
+    for (size_t i = 0; i < layers->size(); ++i)
+      if (const auto source = source_of(i); source && !cache && !shared[*source])
+        shared[*source] = std::make_shared<SharedKeys>();
     for (size_t i = 0; i < layers->size(); ++i) {
       auto block_inputs = DecoderBlockInputs()
                               .context(inputs.context())
@@ -103,7 +119,11 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
                               .kv_lens(inputs.kv_lens())
                               .context_mask(inputs.context_mask())
                               .context_lens(inputs.context_lens());
+      const auto source = source_of(i);
       if (cache) block_inputs.cache(cache->layers()[i]);
+      if (cache && source) block_inputs.kv_from = cache->layers()[*source];
+      block_inputs.kv = shared[source.value_or(i)];
+      if (by_layer) block_inputs.layer_input = by_layer->select(-2, static_cast<int64_t>(i));
       if (cross_cache) block_inputs.cross_cache(cross_cache->layers()[i]);
       h = block(i).forward(h, block_inputs);
     }

@@ -4,6 +4,7 @@
 
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/modules/block.h>
+#include <attnpack/modules/layer_tail.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/ops/option_list.h>
 
@@ -26,7 +27,8 @@ struct StackOptions : OptionList<StackOptions<Block>> {
   // Row p is added to what stands at position p: learned positions (GPT-2), or the fixed ones of
   // sinusoidal_positions (rope/sinusoidal.h).
   ATTNPACK_OPTION(Embedding, embed_positions) = nullptr;
-  ATTNPACK_OPTION(double, dropout) = 0.0;  // of the states before the first block, in training
+  ATTNPACK_OPTION(double, dropout) = 0.0;                    // of the states before the first block, in training
+  ATTNPACK_OPTION(Part<LayerInputTableImpl>, layer_inputs);  // the inputs of the blocks' tails, by token (Gemma 4)
 };
 using EncoderOptions = StackOptions<EncoderBlock>;
 using DecoderOptions = StackOptions<DecoderBlock>;
@@ -41,6 +43,7 @@ class StackImpl : public Container<Derived> {
   void for_each_part(const F& f) {
     if (embed_tokens) f("embed_tokens", embed_tokens);
     if (embed_positions) f("embed_positions", embed_positions);
+    if (layer_inputs) f("layer_inputs", layer_inputs);
     f("layers", layers);
     if (norm) f("norm", norm);
   }
@@ -50,6 +53,7 @@ class StackImpl : public Container<Derived> {
   Block layer(size_t i) const;
 
   Part<EmbeddingImpl> embed_tokens, embed_positions;
+  Part<LayerInputTableImpl> layer_inputs;
   double embed_scale, dropout;
   Part<torch::nn::ModuleListImpl> layers;
   Part<TokenModule> norm;
@@ -95,6 +99,8 @@ class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
   }
   // The same; errors call x by the name that the caller's users know.
   at::Tensor run(const char* name, const at::Tensor& x, const DecoderInputs& inputs);
+  // The layer whose keys layer i reads, if it has none of its own. Raises where there is no such layer before it.
+  std::optional<size_t> source_of(size_t i) const;
   // An empty cache that grows, of the kind that each layer's self-attention fills.
   std::shared_ptr<ModelCache> new_cache() const;
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::Decoder"; }

@@ -30,16 +30,18 @@ void check_positive(const char* name, double value) {
 }
 
 void check_scaling(const RopeScaling& s) {
-  const std::array known{"default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"};
+  const std::array known{"default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope", "proportional"};
   const auto& type = s.rope_type();
   ATTNPACK_CHECK(std::find(known.begin(), known.end(), type) != known.end(), "scaling: got rope_type '", type,
-                 "', want 'default', 'linear', 'ntk', 'dynamic', 'yarn', 'llama3' or 'longrope'");
-  ATTNPACK_CHECK(s.factor() || type == "default" || type == "longrope", "scaling: rope_type '", type,
-                 "' needs 'factor', how many times the trained length");
+                 "', want 'default', 'linear', 'ntk', 'dynamic', 'yarn', 'llama3', 'longrope' or 'proportional'");
+  ATTNPACK_CHECK(s.factor() || type == "default" || type == "longrope" || type == "proportional",
+                 "scaling: rope_type '", type, "' needs 'factor', how many times the trained length");
   check_positive("factor", s.factor().value_or(1.0));
   ATTNPACK_CHECK(s.original_max_position_embeddings().value_or(1) > 0, "scaling: got original_max_position_embeddings ",
                  *s.original_max_position_embeddings(), ", want at least 1, the trained length");
   check_positive("attention_factor", s.attention_factor().value_or(1.0));
+  ATTNPACK_CHECK(s.partial_rotary_factor() >= 0 && s.partial_rotary_factor() <= 1,
+                 "scaling: got partial_rotary_factor ", s.partial_rotary_factor(), ", want 0 to 1");
   check_positive("beta_fast", s.beta_fast());
   check_positive("beta_slow", s.beta_slow());
   ATTNPACK_CHECK(type != "yarn" || s.beta_fast() > s.beta_slow(), "scaling: got beta_fast ", s.beta_fast(),
@@ -121,6 +123,10 @@ RopeSettings rope_settings(int64_t dim, double base, int64_t max_positions, cons
     result.factor = s.attention_factor().value_or(ratio ? above / below : temperature(*s.factor(), 1.0));
   } else if (type == "llama3") {
     stretch_llama3(result.inv_freq, trained, s);
+  } else if (type == "proportional") {
+    const auto rotating = static_cast<size_t>(s.partial_rotary_factor() * static_cast<double>(dim) / 2);
+    for (size_t i = 0; i < result.inv_freq.size(); ++i)
+      result.inv_freq[i] = i < rotating ? result.inv_freq[i] / s.factor().value_or(1.0) : 0.0;
   } else if (type == "longrope") {
     const Frequencies plain = result.inv_freq;
     result.inv_freq = divided(plain, "short_factor", s.short_factor());

@@ -11,7 +11,7 @@ namespace attnpack {
 
 // How positions are stretched. The names are those of the "rope_scaling" dict of Hugging Face configs.
 struct RopeScaling : OptionList<RopeScaling> {
-  // default, linear, ntk, dynamic, yarn, llama3 or longrope
+  // default, linear, ntk, dynamic, yarn, llama3, longrope or proportional
   ATTNPACK_OPTION(std::string, rope_type) = "default";
   // The new length as a multiple of the trained length. Without it longrope takes max_positions /
   // original_max_position_embeddings.
@@ -33,6 +33,8 @@ struct RopeScaling : OptionList<RopeScaling> {
   // llama3: wavelengths above original / low_freq_factor stretch, those below original / high_freq_factor stay.
   ATTNPACK_OPTION(double, low_freq_factor) = 1.0;
   ATTNPACK_OPTION(double, high_freq_factor) = 4.0;
+  // proportional: the part of the pairs that rotate, the first ones; the others stay (Gemma 4).
+  ATTNPACK_OPTION(double, partial_rotary_factor) = 1.0;
   // longrope: divisors of each of the dim / 2 frequencies, up to the trained length and past it.
   ATTNPACK_OPTION(std::vector<double>, short_factor);
   ATTNPACK_OPTION(std::vector<double>, long_factor);

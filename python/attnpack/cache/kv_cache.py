@@ -269,8 +269,10 @@ class ModelCache:
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence b becomes the former sequence index[b] (beam search); index int64 [B]."""
+        filled = self.lengths.size(0) > 0
         for layer in self.layers:
-            layer.reorder(index)
+            if not filled or layer.lengths.size(0) > 0:  # a layer without keys of its own holds none
+                layer.reorder(index)
 
     def clone(self) -> ModelCache:
         """A deep copy."""

@@ -13,8 +13,9 @@ from .._C import checks
 from ..cache import CrossCache, KVCache, ModelCache
 from ..errors import check_input, reject_keywords, wrong_kind
 from ..ops import nested
-from .attention.base import NativeAttention
+from .attention.base import NativeAttention, SharedKeys
 from .feed_forward import FeedForward
+from .layer_tail import LayerTail
 from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
@@ -218,6 +219,9 @@ class DecoderBlock(Block):
             2). "parallel": x + attention(norm(x)) + feed_forward(norm(x)) with one norm, input_layernorm (Falcon-7B),
             or with post_attention_layernorm before the feed-forward for "parallel_two" (Falcon-40B).
         cross_attention: an attention module that reads the context; children cross_attn, cross_attention_layernorm.
+        tail: a LayerTail behind the feed-forward (Gemma 4), or None.
+        kv_from: in a Decoder, the number of the earlier layer whose keys and values self-attention reads; the module
+            has own_keys=False.
     """
 
     _cpp_class = cpp.DecoderBlock
@@ -234,12 +238,16 @@ class DecoderBlock(Block):
         eps: float = 1e-6,
         dropout: float = 0.0,
         residual_scale: float = 1.0,
+        tail: LayerTail | None = None,
+        kv_from: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         others = (device, dtype, dropout, residual_scale, layout)
         super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, *others)
         self.layout = layout
+        self.tail = tail
+        self.kv_from = kv_from
         self.has_cross_attention = cross_attention is not None
 
     def forward(
@@ -254,6 +262,8 @@ class DecoderBlock(Block):
         context_mask: Tensor | None = None,
         context_lens: Tensor | None = None,
         cross_cache: CrossCache | None = None,
+        kv_from: KVCache | SharedKeys | None = None,
+        layer_input: Tensor | None = None,
         **unknown: Any,
     ) -> Tensor:
         """[B, L, E] -> [B, L, E], or a jagged nested [B, L*, E] -> [B, L*, E], one call per sequence.
@@ -268,6 +278,9 @@ class DecoderBlock(Block):
             context_lens: [B], the number of valid context tokens of each sequence.
             cross_cache: the cache of cross-attention. The first call stores the context in it; later calls read it, and
                 need no context.
+            kv_from: what self-attention reads in place of keys of its own: the cache of an earlier layer, or what that
+                layer shares without a cache.
+            layer_input: [B, L, input_dim], the input of the tail.
         """
         reject_keywords(unknown)
         self._check(x)
@@ -291,8 +304,19 @@ class DecoderBlock(Block):
             cross["cache"] = cross_cache
 
         def attend(h: Tensor) -> Tensor:
-            return self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens)
+            shared = {} if kv_from is None else {"kv_from": kv_from}
+            own = None if isinstance(kv_from, KVCache) else cache
+            return self.self_attn(h, causal=True, mask=mask, cache=own, positions=positions, kv_lens=kv_lens, **shared)
 
+        x = self._run(x, context, attend, cross)
+        if self.tail is None and layer_input is not None:
+            checks.layer_input(True, False)
+        return x if self.tail is None else self.tail(x, layer_input)
+
+    def _run(
+        self, x: Tensor, context: Tensor | None, attend: Callable[[Tensor], Tensor], cross: dict[str, Any]
+    ) -> Tensor:
+        """The block without its tail."""
         if self.layout is not None:
             return self._run_layout(x, attend)
         x = self._residual(x, self.input_layernorm, attend)
@@ -302,8 +326,8 @@ class DecoderBlock(Block):
 
     def _query_positions(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> dict[str, Tensor]:
         """The positions of x for cross-attention, which knows nothing of what was before x; {} where it needs none."""
-        window, alibi = (getattr(self.cross_attn, name, None) for name in ("window", "alibi"))
-        if cache is not None and (alibi or window not in (None, (-1, -1))):
+        window, alibi, chunk = (getattr(self.cross_attn, name, None) for name in ("window", "alibi", "chunk"))
+        if cache is not None and (alibi or chunk or window not in (None, (-1, -1))):
             checks.cross_distances(True, True)
         if getattr(self.cross_attn, "rope", None) is None:
             return {}
@@ -322,13 +346,16 @@ class DecoderBlock(Block):
         return x + self._added(fed)
 
     def _live_config(self) -> dict[str, Any]:
-        return {**super()._live_config(), "layout": self.layout}
+        return {**super()._live_config(), "layout": self.layout, "kv_from": self.kv_from}
 
     @classmethod
     def _arguments(cls, twin: Any) -> dict[str, Any]:
-        return {**super()._arguments(twin), "layout": twin.layout}
+        parts = dict(twin.named_children().items())
+        tail = {"tail": NativeModule._shell(parts["tail"])} if "tail" in parts else {}
+        return {**super()._arguments(twin), "layout": twin.layout, "kv_from": twin.kv_from, **tail}
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         parts = self._twins("self_attn", "mlp")
         cross = self._twins("cross_attn")[0] if self.has_cross_attention else None
-        return self._cpp_class(*parts, cross_attention=cross, **self._live_config())
+        tail = self._twins("tail")[0] if self.tail is not None else None
+        return self._cpp_class(*parts, cross_attention=cross, tail=tail, **self._live_config())

@@ -18,6 +18,7 @@ from .attention import GroupedQueryAttention, MultiHeadLatentAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts
 from .kept_twin import generate_by_twin
+from .layer_tail import LayerInputTable, LayerTail
 from .linear import linear, project
 from .native import NativeModule, maker_of
 from .rope import RotaryEmbedding
@@ -61,14 +62,18 @@ class CausalLM(NativeModule):
             default all.
         experts: a MixtureOfExperts in place of each feed-forward: a dict with its keywords but for embed_dim.
         layer_settings: where layers differ, a dict for each, with what this layer has of its own: `window` ((-1, -1)
-            for none), `rope_base`, `rope_scaling`, `layout`; `rope` False for no rotation, `qk_norm` False for no norm
-            on queries and keys, `query_scale` False where the model has one, `experts` False for the plain
-            feed-forward, `recurrent` False for attention in a model with recurrent layers.
+            for none), `rope_base`, `rope_scaling`, `layout`, `num_kv_heads`, `head_dim`, `hidden_dim`; `chunk` and
+            `keys_as_values` as in GroupedQueryAttention; `kv_from`, the earlier layer whose keys and values it reads;
+            `rope` False for no rotation, `qk_norm` False for no norm on queries and keys, `query_scale` False where the
+            model has one, `experts` False for the plain feed-forward, `recurrent` False for attention in a model with
+            recurrent layers.
         recurrent: a recurrent layer in the place of each attention: a dict with its `kind`, "gated_delta_net",
             "kimi_delta_attention", "linear_attention" or "gated_convolution", and keywords of that module:
             num_v_heads (the heads of a kind; default num_heads), num_k_heads, head_k_dim (the head_dim of a kind;
             default embed_dim / num_v_heads), head_v_dim, conv_kernel_size, norm_eps (default eps), allow_neg_eigval,
             bias, feature_map, decay. Its caches are RecurrentCaches, which cannot be cropped.
+        tail: what stands behind the feed-forward of each layer: a dict with `input_dim` and `vocab_size`, both None for
+            a factor alone; see LayerTail and LayerInputTable (Gemma 4).
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
             v_head_dim, and optionally q_lora_rank, latent_norm, query_scale and path, as in MultiHeadLatentAttention,
             which also takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window, scores and out_bias.
@@ -115,6 +120,7 @@ class CausalLM(NativeModule):
         scores: dict[str, Any] | None = None,
         experts: dict[str, Any] | None = None,
         recurrent: dict[str, Any] | None = None,
+        tail: dict[str, Any] | None = None,
         layer_settings: Sequence[dict[str, Any]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -139,6 +145,10 @@ class CausalLM(NativeModule):
             self._block(settings, parts[f"model.layers.{i}.self_attn"], **factory)
             for i, settings in enumerate(twin.resolved_layers())
         ]
+        if tail is not None and self.tail.get("input_dim") is not None:
+            rows = self.tail.get("vocab_size") or vocab_size
+            sizes = (rows, embed_dim, num_layers, self.tail["input_dim"])
+            tables["layer_inputs"] = LayerInputTable(*sizes, eps=eps, **factory)
         self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, dropout=dropout, **tables)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=head_bias, **factory)
         self._made_with = copy.deepcopy(_parts(self))
@@ -148,9 +158,12 @@ class CausalLM(NativeModule):
         """The block of a layer with these settings, in which nothing is left to the model's; part: the twin of its
         attention."""
         shared = {name: getattr(self, name) for name in ("norm", "eps", "dropout", "residual_scale")}
+        shared |= {"layout": settings["layout"], "kv_from": settings["kv_from"]}
+        if self.tail is not None:
+            own = {"input_dim": self.tail.get("input_dim"), "activation": self.activation, "eps": self.eps}
+            shared["tail"] = LayerTail(self.embed_dim, **own, **factory)
         attention = maker_of(part)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
-        feed_forward = self._feed_forward(settings, **factory)
-        return DecoderBlock(attention, feed_forward, layout=settings["layout"], **shared)
+        return DecoderBlock(attention, self._feed_forward(settings, **factory), **shared)
 
     def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         rope = self._rope(settings)
@@ -160,18 +173,24 @@ class CausalLM(NativeModule):
         scores = {name: value for name, value in (self.scores or {}).items() if name != "rope_dim"}
         if not settings["query_scale"]:
             scores.pop("query_scale", None)
-        heads = {name: getattr(self, name) for name in ("head_dim", "out_bias")}
-        heads["qk_norm"] = self.qk_norm if settings["qk_norm"] else False
+        heads = {
+            "head_dim": settings["head_dim"],
+            "out_bias": self.out_bias,
+            "qk_norm": self.qk_norm if settings["qk_norm"] else False,
+            "keys_as_values": settings["keys_as_values"],
+            "own_keys": settings["kv_from"] is None,
+        }
         window = settings["window"] and tuple(settings["window"])
+        heads["chunk"] = settings["chunk"]
         return GroupedQueryAttention(
-            self.embed_dim, self.num_heads, self.num_kv_heads, window=window, **heads, **scores, **shared
+            self.embed_dim, self.num_heads, settings["num_kv_heads"], window=window, **heads, **scores, **shared
         )
 
     def _rope(self, settings: dict[str, Any]) -> RotaryEmbedding | None:
         if self.latent is not None:
             rotated = self.latent["qk_rope_head_dim"]
         else:
-            rotated = (self.scores or {}).get("rope_dim") or self.head_dim
+            rotated = (self.scores or {}).get("rope_dim") or settings["head_dim"]
         if not (rotated and settings["rope"]):
             return None
         return RotaryEmbedding(
@@ -185,7 +204,8 @@ class CausalLM(NativeModule):
     def _feed_forward(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         if settings["experts"]:
             return MixtureOfExperts(self.embed_dim, **self.experts, **factory)
-        return FeedForward(self.embed_dim, self.hidden_dim, activation=self.activation, bias=self.mlp_bias, **factory)
+        own = {"activation": self.activation, "bias": self.mlp_bias}
+        return FeedForward(self.embed_dim, settings["hidden_dim"], **own, **factory)
 
     @classmethod
     def from_gguf(

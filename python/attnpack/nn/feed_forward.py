@@ -55,7 +55,7 @@ class FeedForward(NativeModule):
         check_tokens("x", x, self.embed_dim, self.up_proj)
         if self.activation in _GATED:
             gate, up = project_all((self.gate_proj, self.up_proj), x)
-            inner = _GATED[self.activation](gate, up)
+            inner = gated_by(self.activation, gate, up)
         else:
             inner = _PLAIN[self.activation](project(self.up_proj, x))
         return project(self.down_proj, dropped(inner, self))
@@ -79,6 +79,11 @@ _GATED = {
     "geglu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": _clamped_swiglu,
 }
+
+
+def gated_by(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """f(gate) * up of an activation with a gate."""
+    return _GATED[activation](gate, up)
 
 
 class ExpertGate(NativeModule):

@@ -45,6 +45,7 @@ class RotaryEmbedding(NativeModule):
             "llama3", `factor`, `low_freq_factor` 1, `high_freq_factor` 4 (Dubey et al. 2024);
             "longrope", `short_factor` and `long_factor` of dim / 2 numbers, `factor`, `attention_factor` (Ding et al.
             2024).
+            "proportional", `partial_rotary_factor`, `factor` 1: the first pairs rotate, the others stay (Gemma 4).
             The trained length is `original_max_position_embeddings`, default max_positions. `rope_theta` in the dict
             is ignored.
         interleaved: pairs (2i, 2i + 1) instead of (i, i + dim/2).

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import cpp
 from .._C import checks
-from ..cache import CrossCache, ModelCache, check_kind, unchanged_on_error
+from ..cache import CrossCache, KVCache, ModelCache, check_kind, unchanged_on_error
 from ..errors import (
     MODEL_CACHE,
     check_ids,
@@ -22,8 +22,10 @@ from ..errors import (
 )
 from ..ops import nested
 from ..ops.stored import is_stored
+from .attention.base import SharedKeys
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
 from .kept_twin import generate_by_twin
+from .layer_tail import LayerInputTable
 from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
@@ -47,6 +49,7 @@ class _Stack(NativeModule):
         embed_scale: float = 1.0,
         embed_positions: nn.Embedding | None = None,
         dropout: float = 0.0,
+        layer_inputs: LayerInputTable | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,6 +76,7 @@ class _Stack(NativeModule):
         checks.dropout("dropout", dropout)
         self.dropout = dropout
         self.embed_positions = embed_positions
+        self.layer_inputs = layer_inputs
         self.layers = nn.ModuleList(layers)
         beside = next(norm.weight for name, norm in layers[0].named_children() if name.endswith("layernorm"))
         factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
@@ -139,6 +143,7 @@ class _Stack(NativeModule):
             "embed_scale": twin.embed_scale,
             "dropout": twin.dropout,
             **{name: _shell_of_table(table) for name, table in tables.items()},
+            **{name: NativeModule._shell(parts[name]) for name in ("layer_inputs",) if name in parts},
             **(arguments_of_norm(parts["norm"]) if "norm" in parts else {"norm": None}),
         }
 
@@ -148,6 +153,8 @@ class _Stack(NativeModule):
             for name in ("embed_tokens", "embed_positions")
             if getattr(self, name) is not None
         }
+        if self.layer_inputs is not None:
+            tables["layer_inputs"] = self.layer_inputs.cpp()
         layers = [layer.cpp() for layer in self.layers]
         return self._cpp_class(layers, **tables, **self._live_config())
 
@@ -173,6 +180,7 @@ class Encoder(_Stack):
         embed_positions: an nn.Embedding whose row p is added to what stands at position p: learned positions (GPT-2),
             or those of ops.sinusoidal_positions.
         dropout: of the states before the first block, in training.
+        layer_inputs: a LayerInputTable, which gives the inputs of the blocks' tails (Gemma 4).
         device, dtype: those of the norm; default those of the first block.
     """
 
@@ -240,11 +248,31 @@ class Decoder(_Stack):
         with unchanged_on_error(cache), unchanged_on_error(cross_cache):
             learned = self.embed_positions is not None and positions is None
             h = self._embed(x, positions_after(cache, x) if learned else positions)
+            by_layer = None if self.layer_inputs is None else self.layer_inputs(x, h)
+            shared = self._shared_keys(cache)
             for i, layer in enumerate(self.layers):
                 if cross_cache is not None:
                     inputs["cross_cache"] = cross_cache.layers[i]
-                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
+                own = {} if shared[i] is None else {"kv_from": shared[i]}
+                if by_layer is not None:
+                    own["layer_input"] = by_layer.select(-2, i)
+                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs, **own)
             return self._finish(h)
+
+    def _shared_keys(self, cache: ModelCache | None) -> list[KVCache | SharedKeys | None]:
+        """What each layer reads in place of keys of its own or, without a cache, where it puts them for others."""
+        sources = [getattr(layer, "kv_from", None) for layer in self.layers]
+        found: list[KVCache | SharedKeys | None] = [None] * len(sources)
+        for i, source in enumerate(sources):
+            if source is None:
+                continue
+            if not 0 <= source < i or sources[source] is not None:
+                checks.kv_source(i, source, not 0 <= source < i)
+            if cache is not None:
+                found[i] = cache.layers[source]
+            else:
+                found[source] = found[i] = found[source] or SharedKeys()
+        return found
 
     def new_cache(self) -> ModelCache:
         """An empty cache that grows, of the kind that each layer's self-attention fills."""

@@ -20,6 +20,9 @@ void configure_ernie(const HfSettings& config, CausalLMOptions& options);
 void configure_helium(const HfSettings& config, CausalLMOptions& options);
 void configure_arcee(const HfSettings& config, CausalLMOptions& options);
 
+// hf_gemma4.cpp
+void configure_gemma4(const HfSettings& config, CausalLMOptions& options);
+
 // hf_layer_norm_families.cpp
 void configure_cohere2(const HfSettings& config, CausalLMOptions& options);
 void configure_phi(const HfSettings& config, CausalLMOptions& options);
@@ -31,5 +34,6 @@ void configure_granite_hybrid(const HfSettings& config, CausalLMOptions& options
 void configure_mixtral(const HfSettings& config, CausalLMOptions& options);
 void configure_minimax_m2(const HfSettings& config, CausalLMOptions& options);
 void configure_mistral4(const HfSettings& config, CausalLMOptions& options);
+void configure_llama4(const HfSettings& config, CausalLMOptions& options);
 
 }  // namespace attnpack

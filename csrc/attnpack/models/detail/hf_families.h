@@ -31,6 +31,10 @@ bool slides(const CausalLMOptions& options, int64_t layer);
 // Layers without rotation. Where no layer rotates, it is an option of the model.
 void set_rotated_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& rotates);
 
+// Which layers are of one of two kinds by layer_types; none where it is absent.
+std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view kind,
+                                                std::string_view other);
+
 // Which layers rotate by no_rope_layers (1 for those that do), or else all but each no_rope_layer_interval-th.
 std::vector<bool> rotated_layers(const HfSettings& config, int64_t layers);
 

@@ -9,24 +9,33 @@ namespace {
 
 constexpr int64_t kMostExperts = 4096;  // so that a lie costs little; DeepSeek-V3 has 256
 
-// Whether each layer slides by layer_types; none where it is absent.
-std::optional<std::vector<bool>> sliding_layers(const HfSettings& config, int64_t layers) {
+}  // namespace
+
+std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view wanted_kind,
+                                                std::string_view other) {
   const auto& kinds = config.get("layer_types");
   if (kinds.is_null()) return std::nullopt;
   const auto is_kind = [](const Json& kind, std::string_view wanted) {
     const auto* word = kind.as<std::string>();
     return word && *word == wanted;
   };
-  const auto slides = [&](const Json& kind) { return is_kind(kind, "sliding_attention"); };
-  const auto is_known = [&](const Json& kind) { return slides(kind) || is_kind(kind, "full_attention"); };
+  const auto slides = [&](const Json& kind) { return is_kind(kind, wanted_kind); };
+  const auto is_known = [&](const Json& kind) { return slides(kind) || is_kind(kind, other); };
   const auto* list = kinds.as<Json::List>();
   config.check(
       list && static_cast<int64_t>(list->size()) == layers && std::all_of(list->begin(), list->end(), is_known),
-      "layer_types in config.json is ", brief(shown(kinds)),
-      ", wants 'full_attention' or 'sliding_attention' for each of ", layers, " layers");
+      "layer_types in config.json is ", brief(shown(kinds)), ", wants '", other, "' or '", wanted_kind,
+      "' for each of ", layers, " layers");
   std::vector<bool> found(list->size());
   std::transform(list->begin(), list->end(), found.begin(), slides);
   return found;
+}
+
+namespace {
+
+// Whether each layer slides.
+std::optional<std::vector<bool>> sliding_layers(const HfSettings& config, int64_t layers) {
+  return layers_of_kind(config, layers, "sliding_attention", "full_attention");
 }
 
 std::vector<LayerSettings>& layers_of(CausalLMOptions& options) {

@@ -69,6 +69,53 @@ void configure_minimax_m2(const HfSettings& config, Options& o) {
   set_rotated_part(config, o, usual);
 }
 
+// Layers that rotate have chunks, and norms without weights behind the rotation; the scores of the others grow with the
+// position.
+void configure_llama4(const HfSettings& config, Options& o) {
+  const auto rotates = rotated_layers(config, o.num_layers());
+  const auto* size = config.get("attention_chunk_size").as<int64_t>();
+  const bool absent = !config.has("attention_chunk_size");
+  config.check(absent || (size ? *size >= 1 : config.get("attention_chunk_size").is_null()),
+               "attention_chunk_size in config.json is ", brief(shown(config.get("attention_chunk_size"))),
+               ", wants an int of at least 1, or null");
+  const auto chunk = absent ? std::make_optional<int64_t>(8192) : size ? std::make_optional(*size) : std::nullopt;
+  const auto listed = layers_of_kind(config, o.num_layers(), "chunked_attention", "full_attention");
+  const auto floor_scale = config.number("floor_scale", 8192), attn_scale = config.number("attn_scale", 0.1);
+  const bool norms = config.is_on("use_qk_norm", true), grows = config.is_on("attn_temperature_tuning", true);
+  o.head_dim(config.size("head_dim", 128)).rope_interleaved(true).activation(gated_activation(config, "silu"));
+  if (norms) o.qk_norm(QkNorm(true).eps(o.eps()).after_rope(true).weights(false));
+  if (grows)
+    o.scores(ScoreSettings().query_scale(QueryScale().type("llama4").floor_scale(floor_scale).attn_scale(attn_scale)));
+  set_rotated_layers(o, [&](int64_t layer) { return rotates[layer]; });
+  o.layer_settings().resize(o.num_layers());
+  for (int64_t i = 0; i < o.num_layers(); ++i) {
+    auto& layer = o.layer_settings()[i];
+    layer.qk_norm(rotates[i]).query_scale(!rotates[i]);
+    const bool chunked = listed ? (*listed)[i] : rotates[i] && chunk;
+    config.check(!chunked || chunk,
+                 "layer_types in config.json has 'chunked_attention', but attention_chunk_size is null");
+    if (chunked) layer.chunk(*chunk);
+  }
+
+  const auto shared = *o.hidden_dim();
+  o.hidden_dim(config.size("intermediate_size_mlp", 16384));
+  const auto every = config.size("interleave_moe_layer_step", 1);
+  const auto with_experts = config.list_of_ints("moe_layers");
+  const bool given = !config.get("moe_layers").is_null();
+  std::vector<bool> dense(o.num_layers());
+  for (int64_t i = 0; i < o.num_layers(); ++i)
+    dense[i] =
+        given ? std::find(with_experts.begin(), with_experts.end(), i) == with_experts.end() : (i + 1) % every != 0;
+  const auto mixture = experts(config, shared, count_of_experts(config), 16, 1)
+                           .scores("sigmoid")
+                           .weigh_inputs(true)
+                           .activation(o.activation())
+                           .shared_dim(shared);
+  if (std::find(dense.begin(), dense.end(), false) == dense.end()) return;
+  o.experts(mixture);
+  set_dense_layers(o, [&](int64_t layer) { return dense[layer]; });
+}
+
 // DeepSeek's latent attention and experts, with scores that grow with the position.
 void configure_mistral4(const HfSettings& config, Options& o) {
   for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others

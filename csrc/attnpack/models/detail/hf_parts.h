@@ -33,6 +33,7 @@ std::vector<HfPart> glm4_parts(const std::string& name, const CausalLMOptions& o
 std::vector<HfPart> hunyuan_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> phi_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> gpt_neox_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> gemma4_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> mixtral_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> granite_hybrid_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> llama4_parts(const std::string& name, const CausalLMOptions& options);

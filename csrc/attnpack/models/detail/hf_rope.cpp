@@ -134,9 +134,20 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
   // HunYuan's "dynamic" with an alpha has fixed frequencies.
   if (config.model_type() == "hunyuan_v1_dense" && kind && *kind == "dynamic" && is_set(item(rope, "alpha")))
     return {base, RopeScaling().rope_type("ntk").factor(config.as_number("alpha", item(rope, "alpha")))};
-  config.check(kind && contains(kRopeTypes, *kind), "rope_type ", brief(shown(type)),
+  const bool gemma4 = config.model_type() == "gemma4_text", proportional = gemma4 && kind && *kind == "proportional";
+  config.check(!gemma4 || proportional || part.is_null() || number_in(part) == 1.0,
+               "partial_rotary_factor = ", brief(shown(part)),
+               " in config.json is only supported for rope_type 'proportional'");
+  config.check(proportional || (kind && contains(kRopeTypes, *kind)), "rope_type ", brief(shown(type)),
                " in config.json is not supported; from_hf knows 'default', 'linear', 'dynamic', 'yarn', 'llama3', "
                "'longrope'");
+  if (*kind == "proportional") {
+    RopeScaling scaling;
+    scaling.rope_type("proportional")
+        .partial_rotary_factor(part.is_null() ? 1 : config.as_number("partial_rotary_factor", part));
+    if (!item(rope, "factor").is_null()) scaling.factor(config.as_number("factor", item(rope, "factor")));
+    return {base, scaling};
+  }
   if (*kind == "linear") {
     const auto factor = config.as_number(c10::str("factor of ", source), item(rope, "factor"));
     return {base, RopeScaling().rope_type("linear").factor(factor)};

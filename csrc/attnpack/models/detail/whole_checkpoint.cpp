@@ -4,13 +4,15 @@
 #include <attnpack/weights/detail/file_errors.h>
 #include <attnpack/weights/detail/json.h>
 
+#include <tuple>
+
 namespace attnpack {
 
 namespace {
 
 constexpr uint64_t kWidest =
     1 << 20;  // of heads * head_dim: a layer holds a number per head, RoPE one per pair of dims
-constexpr std::string_view kFirstLayer = "model.layers.0.";
+constexpr std::string_view kLayers = "model.layers.";
 
 // "a, b, c and 4 more"
 std::string some(const std::vector<std::string>& names) {
@@ -21,34 +23,67 @@ std::string some(const std::vector<std::string>& names) {
 
 std::string listed(const std::vector<uint64_t>& sizes) { return c10::str("[", c10::Join(", ", sizes), "]"); }
 
-// The shapes of a layer of that kind and, with it, those of what stands outside the layers.
-Shapes shapes_of_one_layer(const std::string& path, CausalLMOptions options, const LayerSettings& layer) {
+void add_shapes(Shapes& to, const torch::nn::Module& module, const std::string& prefix = "") {
+  for (const auto& [name, tensor] : state_dict(module))
+    to[prefix + name] = std::vector<uint64_t>(tensor.sizes().begin(), tensor.sizes().end());
+}
+
+// The shapes of a layer of that kind, without "model.layers.N.".
+struct OneLayer {
+  Shapes layer, outside;
+};
+
+OneLayer shapes_of_one_layer(const std::string& path, CausalLMOptions options, const LayerSettings& layer) {
   Factory factory;
   factory.device = at::kMeta;
   factory.dtype = at::kFloat;
-  const auto model = naming(path, "its configuration makes no model", "get it again",
-                            [&] { return CausalLM(options.num_layers(1).layer_settings({layer}).factory(factory)); });
+  const auto num_layers = options.num_layers();
+  std::vector<LayerSettings> layers{layer};
+  if (layer.kv_from()) {  // it reads another, which stands before it
+    layers.insert(layers.begin(), options.layer_settings().at(*layer.kv_from()));
+    layers.back().kv_from(0);
+  }
+  options.num_layers(static_cast<int64_t>(layers.size())).layer_settings(layers).factory(factory);
   Shapes shapes;
-  for (const auto& [name, tensor] : state_dict(*model))
-    shapes[name] = std::vector<uint64_t>(tensor.sizes().begin(), tensor.sizes().end());
-  return shapes;
+  naming(path, "its configuration makes no model", "get it again", [&] {
+    const CausalLM model(options);
+    add_shapes(shapes, *model);
+    if (auto table = model->model->layer_inputs) {
+      auto of_all = table->options;
+      add_shapes(shapes, *LayerInputTable(of_all.num_layers(num_layers)), "model.layer_inputs.");
+    }
+    return true;
+  });
+  OneLayer made;
+  const auto prefix = c10::str(kLayers, layers.size() - 1, ".");
+  for (const auto& [name, shape] : shapes) {
+    if (name.starts_with(prefix))
+      made.layer[name.substr(prefix.size())] = shape;
+    else if (!name.starts_with(kLayers))
+      made.outside[name] = shape;
+  }
+  return made;
+}
+
+// What the shapes of a layer depend on.
+auto kind_of(const LayerSettings& layer) {
+  return std::tuple(layer.experts(), layer.qk_norm(), layer.num_kv_heads(), layer.head_dim(), layer.hidden_dim(),
+                    layer.keys_as_values(), layer.kv_from().has_value(), layer.recurrent(), layer.layout());
 }
 
 // num_tensors: of the checkpoint. If the model has far more, a list of their names would cost much.
 Shapes expected_shapes(const std::string& path, uint64_t num_tensors, const CausalLMOptions& options) {
-  std::map<std::string, Shapes> kinds;  // what layers of different shapes differ in
+  std::map<decltype(kind_of({})), OneLayer> kinds;
   Shapes expected;
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) {
     const auto settings = options.layer_settings().empty() ? LayerSettings() : options.layer_settings()[layer];
-    const auto kind = c10::str(settings.experts(), settings.recurrent(), settings.layout().value_or(""));
+    const auto kind = kind_of(settings);
     if (!kinds.count(kind)) kinds[kind] = shapes_of_one_layer(path, options, settings);
     refuse_unless(expected.size() <= 2 * num_tensors + 1000, path, ": its configuration asks for ",
                   options.num_layers(), " layers, of which ", layer, " have ", expected.size(), " tensors, but it has ",
                   num_tensors, "; the configuration is of another checkpoint, get both again");
-    for (const auto& [name, shape] : kinds[kind]) {
-      const bool in_layer = std::string_view(name).substr(0, kFirstLayer.size()) == kFirstLayer;
-      expected[in_layer ? c10::str("model.layers.", layer, ".", name.substr(kFirstLayer.size())) : name] = shape;
-    }
+    for (const auto& [name, shape] : kinds[kind].layer) expected[c10::str(kLayers, layer, ".", name)] = shape;
+    expected.insert(kinds[kind].outside.begin(), kinds[kind].outside.end());
   }
   return expected;
 }

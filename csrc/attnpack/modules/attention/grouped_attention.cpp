@@ -48,6 +48,7 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
   }
   check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
   check_size("q_lora_rank", o.q_lora_rank().value_or(1));
+  check_size("chunk", o.chunk().value_or(1));
   check_gate_options(o.gate(), o.gate_activation());
   check_query_scale_options(o.query_scale());
   ATTNPACK_CHECK(
@@ -72,8 +73,8 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
   } else {
     q_proj = linear("q_proj", o.embed_dim(), width, o.bias());
   }
-  k_proj = linear("k_proj", o.kdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
-  if (!o.keys_as_values())
+  if (o.own_keys()) k_proj = linear("k_proj", o.kdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
+  if (o.own_keys() && !o.keys_as_values())
     v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
   o_proj = linear("o_proj", width, o.embed_dim(), o.out_bias().value_or(o.bias()));
   if (o.gate()) gate_proj = linear("gate_proj", o.embed_dim(), *o.gate() == "head" ? o.num_heads() : width, false);
@@ -85,7 +86,7 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
       return this->register_module(name, RMSNorm(made));
     };
     q_norm = norm("q_norm", o.num_heads());
-    k_norm = norm("k_norm", o.num_kv_heads());
+    if (o.own_keys()) k_norm = norm("k_norm", o.num_kv_heads());
   }
   if (o.sinks())
     this->register_parameter("sinks", this->allocate("num_heads", {o.num_heads()}, sinks, o.factory()).zero_());
@@ -146,6 +147,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, lay
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
   const auto held = cross_cache(inputs);
+  check_own_keys(options.own_keys());
   if (!v_proj) check_keys_are_values(inputs.value_context().has_value());
   if (held) held->check_call(x, inputs.context());
   if (held && held->filled()) {
@@ -185,6 +187,7 @@ template <typename Derived, HeadLayout layout>
 AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInputs& inputs) const {
   auto others = inputs;
   others.key_index(std::nullopt).key_block(1);
+  others.kv = nullptr;
   auto result = attend_options(options, others, this->is_training(), norms_rotated() ? RotaryEmbedding(nullptr) : rope);
   result.key_index = inputs.key_index();
   result.key_block = inputs.key_block();
@@ -195,7 +198,26 @@ AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInp
 }
 
 template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::attend_over(const at::Tensor& x, const AttentionInputs& inputs) {
+  auto& kv = *inputs.kv;
+  auto rules = with_positions(options, x, inputs, settings(inputs));
+  at::Tensor query;
+  if (kv.key.defined()) {
+    check_input("x", x, options.embed_dim(), reads_x()->weight);
+    const auto made = queries(x, inputs);
+    query = rules.rope ? rotate_at(made, *rules.rope, query_positions(x, inputs)) : made;
+  } else {
+    const auto [q, k, v] = heads(x, inputs);
+    std::tie(query, kv.key) = rotate(q, k, rules);
+    kv.value = v;
+  }
+  rules.rope = std::nullopt;  // done
+  return output(attend(query, kv.key, kv.value, rules), x);
+}
+
+template <typename Derived, HeadLayout layout>
 at::Tensor GroupedAttentionImpl<Derived, layout>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  if (inputs.kv) return attend_over(x, inputs);
   return AttentionSteps::forward(*this, x, inputs);
 }
 

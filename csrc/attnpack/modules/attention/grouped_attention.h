@@ -47,6 +47,8 @@ struct GroupedOptions : OptionList<GroupedOptions<layout>> {
   ATTNPACK_OPTION(bool, causal) = false;
   // How many keys before and after its own position each token sees, -1 for all.
   ATTNPACK_OPTION(std::optional<Window>, window);
+  // Each token sees only its own chunk of so many positions (Llama 4), by a mask [L, keys].
+  ATTNPACK_OPTION(std::optional<int64_t>, chunk);
   // c > 0: scores become c * tanh(score / c).
   ATTNPACK_OPTION(double, softcap) = 0.0;
   // A learned logit per head that joins the softmax denominator only; parameter sinks [num_heads], 0 at first.
@@ -58,6 +60,8 @@ struct GroupedOptions : OptionList<GroupedOptions<layout>> {
   // There is no v_proj: the values are the projected keys, before rotation. With qk_norm they are normed without
   // weights (Gemma 4).
   ATTNPACK_OPTION(bool, keys_as_values) = false;
+  // false: there are no k_proj, v_proj and k_norm; forward reads the keys and values of kv_from.
+  ATTNPACK_OPTION(bool, own_keys) = true;
   // Queries come of a latent of this width: q_a_proj, q_a_layernorm (eps 1e-6) and q_b_proj stand in the place of
   // q_proj (multi-matrix factorisation attention, Hu et al. 2024, arXiv 2412.19255). bias is then on q_a_proj.
   ATTNPACK_OPTION(std::optional<int64_t>, q_lora_rank);
@@ -88,7 +92,7 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   int64_t embed_dim() const override { return options.embed_dim(); }
   bool rotates() const override { return !rope.is_empty(); }
   bool counts_distances() const override {
-    return options.alibi() || options.window().value_or(Window{-1, -1}) != Window{-1, -1};
+    return options.alibi() || options.chunk() || options.window().value_or(Window{-1, -1}) != Window{-1, -1};
   }
   const Factory& factory() const override { return options.factory(); }
 
@@ -115,6 +119,8 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
 
   // Whether the heads are rotated here and then normed; otherwise the layer's op rotates them.
   bool norms_rotated() const { return options.qk_norm() && options.qk_norm().after_rope(); }
+  // The module's output over the keys of inputs.kv, into which the first layer puts its own.
+  at::Tensor attend_over(const at::Tensor& x, const AttentionInputs& inputs);
   // The projection that reads x for the queries.
   const Linear& reads_x() const { return q_proj ? q_proj : q_a_proj; }
   // q [B, Hq, L, D], normed, not rotated; with a norm behind the rotation both.

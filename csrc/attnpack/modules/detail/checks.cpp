@@ -242,6 +242,26 @@ void check_embedding_width(int64_t width, int64_t embed_dim, const char* name) {
 
 void check_layers_given(int64_t layers) { ATTNPACK_CHECK(layers > 0, "layers: got none, want at least one block"); }
 
+void check_own_keys(bool own_keys) {
+  ATTNPACK_CHECK(own_keys,
+                 "kv_from: got none, but this module has no keys of its own (own_keys=False); give it the cache of the "
+                 "layer whose keys it reads");
+}
+
+void check_chunked_call(bool cross) {
+  ATTNPACK_CHECK(!cross, "context: got one, but this module has chunks of its own positions; use one without chunk");
+}
+
+void check_kv_source(int64_t layer, int64_t source, bool has_keys) {
+  ATTNPACK_CHECK(source >= 0 && source < layer && has_keys, "layers[", layer, "]: got kv_from ", source,
+                 ", want the number of an earlier layer with keys of its own");
+}
+
+void check_layer_input(bool given, bool wanted) {
+  ATTNPACK_CHECK(given == wanted, "layer_input: got ", given ? "one" : "none", ", but this block has ",
+                 wanted ? "a tail with an input_dim: give it" : "no tail that reads it: leave it out");
+}
+
 void check_norm_kind(const std::string& kind) {
   static const std::set<std::string> known{"rms", "rms_plus_one", "layer", "layer_no_bias"};
   ATTNPACK_CHECK(known.contains(kind), "norm: got '", kind,

@@ -52,6 +52,18 @@ void check_one_latent(bool value_context);
 // Refuses a value_context for a module whose keys are the values.
 void check_keys_are_values(bool value_context);
 
+// Refuses a call without kv_from of a module that has no keys of its own.
+void check_own_keys(bool own_keys);
+
+// Refuses a context for a module with chunks, whose keys stand elsewhere than its queries.
+void check_chunked_call(bool cross);
+
+// Refuses a layer that reads the keys of a layer that is not before it, or has none.
+void check_kv_source(int64_t layer, int64_t source, bool has_keys);
+
+// Checks that the tail of a block gets an input if it has an input_dim.
+void check_layer_input(bool given, bool wanted);
+
 // Refuses kv_from beside what it stands for, and for a module that cannot read another layer's cache.
 void check_kv_from(bool context, bool cache);
 void check_no_kv_from(const char* module, bool kv_from);

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <attnpack/cache/cross_cache.h>
+#include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
+#include <attnpack/layers/chunks.h>
 #include <attnpack/layers/query_factors.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/modules/attention_module.h>
@@ -31,6 +33,7 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
   check_no_key_index(inputs.key_index().has_value());
   check_no_key_block(inputs.key_block());
   check_no_cu_seqlens(inputs.cu_seqlens().has_value());
+  ATTNPACK_CHECK(!inputs.kv, "kv_from: got the keys of another layer, which this module does not take");
   LayerInputs r;
   if (inputs.cache()) refuse_spread("cache: got one", "prefill and decode with a ShardedCache, outside");
   const auto held = cross_cache(inputs);
@@ -134,17 +137,40 @@ Settings with_query_scale(const Options& o, const at::Tensor& x, const Attention
   return settings;
 }
 
+// The settings of a call of x, with the mask that keeps each query in its chunk where the module has chunks.
+template <typename Options, typename Settings>
+Settings with_chunks(const Options& o, const at::Tensor& x, const AttentionInputs& inputs, Settings settings) {
+  if constexpr (requires { o.chunk(); }) {
+    if (!o.chunk()) return settings;
+    check_chunked_call(inputs.context() || cross_cache(inputs));
+    const auto& held = inputs.kv_from() ? inputs.kv_from() : inputs.cache();
+    c10::SymInt keys = inputs.kv_from() ? 0 : x.sym_size(1);
+    if (held)
+      keys = std::dynamic_pointer_cast<StaticCache>(held) ? c10::SymInt(*held->capacity()) : held->sym_len() + keys;
+    const auto& mask = settings.mask;
+    if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1) keys = mask->sym_size(-1);
+    settings.mask = mask_of_chunks(counted_positions(x, inputs), keys, *o.chunk(), mask);
+  }
+  return settings;
+}
+
+// The settings of a call of x with what follows from the positions of its tokens.
+template <typename Options, typename Settings>
+Settings with_positions(const Options& o, const at::Tensor& x, const AttentionInputs& inputs, Settings settings) {
+  return with_chunks(o, x, inputs, with_query_scale(o, x, inputs, std::move(settings)));
+}
+
 // A call of a module over its own keys or those of kv_from. The module's private queries(), heads(), settings(),
 // shared_settings() and output() are its steps.
 struct AttentionSteps {
   template <typename Module>
   static at::Tensor forward(Module& m, const at::Tensor& x, const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
-      const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
+      const auto settings = with_positions(m.options, x, inputs, m.shared_settings(x, inputs));
       return m.output(attend_shared(m.queries(x, inputs), settings), x);
     }
     auto [q, k, v] = m.heads(x, inputs);
-    return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
+    return with_cache(inputs.cache(), k, v, with_positions(m.options, x, inputs, m.settings(inputs)),
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return m.output(attend(q, k, v, o), x); });
   }
 
@@ -152,12 +178,12 @@ struct AttentionSteps {
   static std::tuple<at::Tensor, at::Tensor> forward_with_weights(Module& m, const at::Tensor& x,
                                                                  const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
-      const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
+      const auto settings = with_positions(m.options, x, inputs, m.shared_settings(x, inputs));
       const auto [out, weights] = attend_shared_with_weights(m.queries(x, inputs), settings);
       return {m.output(out, x), weights};
     }
     auto [q, k, v] = m.heads(x, inputs);
-    return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
+    return with_cache(inputs.cache(), k, v, with_positions(m.options, x, inputs, m.settings(inputs)),
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
                         auto [out, weights] = attend_with_weights(q, k, v, o);
                         return {m.output(out, x), weights};

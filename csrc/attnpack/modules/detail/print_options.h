@@ -71,6 +71,12 @@ OptionTexts option_texts(const Options& options) {
     if constexpr (requires { options.gate(); }) {
       if (!options.gate() && std::string(name) == "gate_activation") return;
     }
+    if constexpr (requires { options.own_keys(); }) {  // on by default
+      if (std::string(name) == "own_keys") {
+        if (!options.own_keys()) texts.emplace_back(name, "false");
+        return;
+      }
+    }
     if (auto text = option_text(value)) texts.emplace_back(name, std::move(*text));
   });
   return texts;

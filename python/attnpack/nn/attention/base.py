@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ..._C import checks, linear_layers
-from ...cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
+from ...cache import CrossCache, DynamicCache, KVCache, StaticCache, check_kind, unchanged_on_error
 from ...errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
 from ...ops import attend_shared, gate_heads, nested
 from ...signatures import ContextInputs, types_of
@@ -23,11 +23,20 @@ from ..rope import RotaryEmbedding, rotate_rows
 from ..spread import check_mask_share, grouped_share, positions_here, refuse_spread, spread
 
 
+class SharedKeys:
+    """Keys and values that layers of a Decoder share in a call without a cache, as they enter the operator: the first
+    layer puts its own there, the others read them."""
+
+    key: Tensor | None = None  # [B, Hkv, L, D]
+    value: Tensor | None = None
+
+
 class NativeAttention(NativeModule):
     """Calls the op on projected heads. Subclasses set the attributes below and `_config`."""
 
     causal: bool
     window: tuple[int, int] | None = None
+    chunk: int | None = None
     softcap: float = 0.0
     alibi: bool = False
     _slopes: tuple[float, ...]
@@ -58,6 +67,7 @@ class NativeAttention(NativeModule):
         over = spread(cache)
         with unchanged_on_error(cache):
             if over is not None:
+                self._refuse_chunk("is not done over several processes")
                 if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
                     raise ValueError(
                         "attnpack: key_index: got one, which is not done over several processes; leave it out"
@@ -78,7 +88,12 @@ class NativeAttention(NativeModule):
             elif filled and kv_lens is None:
                 kv_lens = cache.lengths
 
-            rules = self._rules(query, past, inputs | {"kv_lens": kv_lens})
+            def keys() -> int:
+                if not appends:
+                    return key.size(2)
+                return cache.max_len if isinstance(cache, StaticCache) else len(cache) + key.size(2)
+
+            rules = self._rules(query, past, inputs | {"kv_lens": kv_lens}, keys)
             if appends:
                 rules["cache"] = cache.reserve(key, value, kv_lens)
             result = ops.attend_by(rules, query, key, value, need_weights)
@@ -108,6 +123,7 @@ class NativeAttention(NativeModule):
     ) -> Tensor:
         """The nested output of one call per sequence."""
         refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
+        self._refuse_chunk("does not go with nested tensors: pass padded ones and kv_lens")
         source = x if context is None else context
         if self.rope is not None:
             query = rotate_rows(self.rope, query, *nested.positions_of(x, positions))
@@ -136,14 +152,29 @@ class NativeAttention(NativeModule):
             "scale": self.scale,
         }
 
-    def _rules(self, query: Tensor, past: Callable[[], Tensor | None], inputs: dict[str, Any]) -> dict[str, Any]:
+    def _refuse_chunk(self, why: str) -> None:
+        if self.chunk is not None:
+            raise ValueError(f"attnpack: chunk: got {self.chunk}, which {why}")
+
+    def _rules(
+        self,
+        query: Tensor,
+        past: Callable[[], Tensor | None],
+        inputs: dict[str, Any],
+        keys: Callable[[], int],
+    ) -> dict[str, Any]:
         """The keywords of a layer's op, beside its cache. past() is the number [B] of positions before the queries,
-        for which few modules ask."""
+        keys() that of all keys; few modules ask for them."""
         rules = self._settings(query) | inputs
         if self.rope is not None and not self._norms_rotated:
             rules["rope"] = self.rope.settings
         if self.query_scale is not None:
             rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past())
+        if self.chunk is not None:
+            checks.chunked_call(bool(inputs.get("cross")))
+            mask = rules.get("mask")
+            columns = keys() if mask is None or mask.dim() == 0 or mask.size(-1) == 1 else mask.size(-1)
+            rules["mask"] = torch.ops.attnpack.mask_of_chunks(self._counted(query, past()), columns, self.chunk, mask)
         return rules
 
     def _query_scale(self, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor | None:
@@ -233,6 +264,7 @@ class ContextAttention(NativeAttention):
     head_dim: int
     _names_keys = False
     """Whether forward takes key_index."""
+    own_keys: bool = True
 
     @overload
     def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[False] = False,
@@ -254,7 +286,7 @@ class ContextAttention(NativeAttention):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
-        kv_from: KVCache | None = None,
+        kv_from: KVCache | SharedKeys | None = None,
         key_index: Tensor | None = None,
         key_block: int = 1,
         need_weights: bool = False,
@@ -302,11 +334,15 @@ class ContextAttention(NativeAttention):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, kv_from=kv_from, need_weights=need_weights, **named)
             of_module = self.causal and context is None
             return self._forward_nested(x, context, value_context, positions, of_module if causal is None else causal)
+        if kv_from is None and not self.own_keys:
+            checks.own_keys(False)
         if kv_from is not None:
             if context is not None or value_context is not None or cache is not None:
                 checks.kv_from(context is not None or value_context is not None, cache is not None)
             causal = self.causal if causal is None else causal
             inputs = {"positions": positions, "mask": mask, "causal": causal, "kv_lens": kv_lens}
+            if isinstance(kv_from, SharedKeys):
+                return self._attend_over(x, kv_from, **inputs)
             return self._attend_shared(x, kv_from, need_weights, **inputs, **named)
         held = cache if isinstance(cache, CrossCache) else None
         if held is not None:
@@ -361,9 +397,23 @@ class ContextAttention(NativeAttention):
 
         if self._norms_rotated:
             query, _ = self._rotated_now(query, None, past(), **inputs)
-        rules = self._rules(query, past, inputs)
+        rules = self._rules(query, past, inputs, lambda: key.size(2))
         result = attend_shared(query, key, value, lengths, need_weights=need_weights, **rules)
         return self._outputs(result, need_weights, x)
+
+    def _attend_over(self, x: Tensor, shared: SharedKeys, positions: Tensor | None, **inputs: Any) -> Tensor:
+        """Attention of x over shared keys, into which the first layer puts its own."""
+        if shared.key is None:
+            self._check(x, None, None, None)
+            query, key, shared.value = self._heads(x, None, None)
+            query, shared.key = self._rotated_now(query, key, None, positions)
+        else:
+            check_input("x", x, self.embed_dim, self._reads_x())
+            query, _ = self._rotated_now(self._queries(x, shared.key), None, None, positions)
+        given = inputs | {"positions": positions, "cross": False}
+        rules = self._rules(query, lambda: None, given, lambda: query.size(2))
+        rules.pop("rope", None)  # done
+        return self._output(ops.attend_by(rules, query, shared.key, shared.value, False), x)
 
     def _forward_nested(
         self,

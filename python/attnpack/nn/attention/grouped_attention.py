@@ -39,11 +39,13 @@ class AttentionSettings(TypedDict, total=False):
     dropout: float
     causal: bool
     window: tuple[int, int] | None
+    chunk: int | None
     softcap: float
     sinks: bool
     alibi: bool
     qk_norm: bool | dict[str, Any]
     keys_as_values: bool
+    own_keys: bool
     q_lora_rank: int | None
     gate: str | None
     gate_activation: str
@@ -72,6 +74,7 @@ class GroupedQueryAttention(ContextAttention):
             keys_as_values).
         keys_as_values: there is no v_proj; v is what k_proj gives, before its norm and rotation (Gemma 4). With qk_norm
             v is normed without weights.
+        own_keys: False: there are no k_proj, v_proj and k_norm; forward reads the keys and values of kv_from (Gemma 4).
         q_lora_rank: queries come of a latent of this width: children q_a_proj, q_a_layernorm (eps 1e-6) and q_b_proj in
             the place of q_proj (MFA, Hu et al. 2024, arXiv 2412.19255). bias is then on q_a_proj, not on q_b_proj.
         gate: "head" or "element": the heads' outputs are multiplied by f(gate_proj(x)) before o_proj, one factor per
@@ -87,6 +90,7 @@ class GroupedQueryAttention(ContextAttention):
         dropout: on the probabilities, in training only.
         window: (left, right), how many keys before and after its own position each token sees; -1 for all, None for
             no window. A sliding window of W tokens, the token itself included, is (W - 1, 0).
+        chunk: each token sees the keys of its own chunk of so many positions (Llama 4), by a mask [L, keys].
         softcap: c > 0: scores become c * tanh(score / c).
         sinks: one learned logit per head that joins the softmax denominator only (parameter sinks [num_heads], 0 at
             first; gpt-oss has the same name).
@@ -100,7 +104,7 @@ class GroupedQueryAttention(ContextAttention):
     q_a_proj: nn.Linear | None
     q_a_layernorm: RMSNorm | None
     q_b_proj: nn.Linear | None
-    k_proj: nn.Linear
+    k_proj: nn.Linear | None
     v_proj: nn.Linear | None
     o_proj: nn.Linear
     gate_proj: nn.Linear | None
@@ -122,11 +126,13 @@ class GroupedQueryAttention(ContextAttention):
         dropout: float = 0.0,
         causal: bool = False,
         window: tuple[int, int] | None = None,
+        chunk: int | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
         alibi: bool = False,
         qk_norm: bool | dict[str, Any] = False,
         keys_as_values: bool = False,
+        own_keys: bool = True,
         q_lora_rank: int | None = None,
         gate: str | None = None,
         gate_activation: str = "sigmoid",
