@@ -171,7 +171,8 @@ class NativeAttention(NativeModule):
         if self.query_scale is not None:
             rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past())
         if self.chunk is not None:
-            checks.chunked_call(bool(inputs.get("cross")))
+            if inputs.get("cross"):
+                checks.chunked_call(True)
             mask = rules.get("mask")
             columns = keys() if mask is None or mask.dim() == 0 or mask.size(-1) == 1 else mask.size(-1)
             rules["mask"] = torch.ops.attnpack.mask_of_chunks(self._counted(query, past()), columns, self.chunk, mask)
