@@ -87,9 +87,9 @@ def test_the_forward_header_names_every_class():
     text = "\n".join((SOURCES / header).read_text() for header in HEADERS if "convert" not in header.parts)
     holders = set(re.findall(r"^TORCH_MODULE\((\w+)\)", text, flags=re.M))
     own = holders | {f"{holder}Impl" for holder in holders}
-    own |= set(re.findall(r"^class (\w+Cache|AttentionModule|TokenModule)\b", text, flags=re.M))
+    own |= set(re.findall(r"^class (\w+Cache|AttentionModule|RecurrentModule|TokenModule)\b", text, flags=re.M))
     own |= set(
-        re.findall(r"(?<!>\n)^struct (\w+(?:Options|Inputs|Settings|Result|Scaling)) (?:: [^{;]+)?\{", text, flags=re.M)
+        re.findall(r"(?<!>\n)^struct (\w+(?:Options|Inputs|Settings|States|Weights|Result|Scaling)) (?:: [^{;]+)?\{", text, flags=re.M)
     )
     assert {"DecoderBlock", "StaticCache", "CausalLMOptions"} <= own
     inner = {"AttendOptions", "BlockOptions", "LatentAttendOptions", "LayerInputs", "NormOptions", "RopeSettings"}

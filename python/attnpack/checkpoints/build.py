@@ -118,7 +118,7 @@ def _load_model(
             checkpoint.read(name, weight)
             state[name] = weight
         model.load_state_dict(state, strict=True, assign=True)
-    return model.eval().requires_grad_(not stored)
+    return model.eval().requires_grad_(False) if stored else model.eval()
 
 
 def _stored_weights(model: torch.nn.Module, checkpoint: GgufCheckpoint) -> dict[str, torch.Tensor]:
