@@ -89,7 +89,11 @@ def test_the_forward_header_names_every_class():
     own = holders | {f"{holder}Impl" for holder in holders}
     own |= set(re.findall(r"^class (\w+Cache|AttentionModule|RecurrentModule|TokenModule)\b", text, flags=re.M))
     own |= set(
-        re.findall(r"(?<!>\n)^struct (\w+(?:Options|Inputs|Settings|States|Weights|Result|Scaling)) (?:: [^{;]+)?\{", text, flags=re.M)
+        re.findall(
+            r"(?<!>\n)^struct (\w+(?:Options|Inputs|Settings|States|Weights|Result|Scaling)) (?:: [^{;]+)?\{",
+            text,
+            flags=re.M,
+        )
     )
     assert {"DecoderBlock", "StaticCache", "CausalLMOptions"} <= own
     inner = {"AttendOptions", "BlockOptions", "LatentAttendOptions", "LayerInputs", "NormOptions", "RopeSettings"}
