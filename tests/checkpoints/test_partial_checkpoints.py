@@ -1,5 +1,6 @@
 """Checkpoints that transformers completes: a head beside a "tied" embedding, a head alone, files of the base model."""
 
+import copy
 import functools
 
 import attnpack
@@ -14,13 +15,17 @@ BASES = FAMILIES | {
     "qwen3": Family("Qwen3Config", SIZES | {"head_dim": 12}, {}),
 }
 HEAD = "lm_head.weight"
-by_name = pytest.mark.parametrize("name", sorted(BASES))
+# transformers' AutoModelForCausalLM has no Mistral 4, and Phi's head has a bias, so it is not tied.
+UNTIED = {"phi"}
+by_name = pytest.mark.parametrize("name", sorted(BASES.keys() - {"mistral4"}))
 
 
 @functools.cache
 def random_model(name, tied):
     torch.manual_seed(0)
-    config = getattr(transformers, BASES[name].config)(**BASES[name].theirs | {"tie_word_embeddings": tied})
+    config = getattr(transformers, BASES[name].config)(
+        **copy.deepcopy(BASES[name].theirs) | {"tie_word_embeddings": tied}
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +54,8 @@ def base_names(tensors, embedding, prefix):
 
 
 def base_file(tensors, embedding, prefix):
-    tensors.pop(HEAD, None)
+    for head in (HEAD, "embed_out.weight"):  # the second is GPT-NeoX's
+        tensors.pop(head, None)
     base_names(tensors, embedding, prefix)
 
 
@@ -61,6 +67,10 @@ def base_file(tensors, embedding, prefix):
 )
 @torch.no_grad()
 def test_logits_are_those_of_from_pretrained(name, change, tied, tmp_path):
+    if tied and name in UNTIED:
+        save(tmp_path, name, tied, change)
+        refused(tmp_path, "tie_word_embeddings = true", "head with a bias")
+        return
     save(tmp_path, name, tied, change)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     ids = torch.randint(96, (2, 20))

@@ -16,7 +16,7 @@ from pages import LAYOUTS, make_table, put_into_pages
 from schemas import in_order, operator_keywords
 from torch.testing import assert_close
 
-from fuzz import entry_calls, layer_calls
+from fuzz import entry_calls, layer_calls, newer_calls
 
 WIDE = [torch.float64, torch.float32]
 NO_CHECK = staticmethod(lambda result: None)
@@ -619,4 +619,5 @@ MAKERS: list[Callable[[Random], Call]] = [
     rope_table, linear, linear_attention, linear_attention_backward, causal_conv1d, causal_conv1d_backward, rms_norm,
     quantize_rows, dequantize_rows,
     attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
+    *newer_calls.MAKERS,
 ]  # fmt: skip

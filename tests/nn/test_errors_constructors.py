@@ -150,7 +150,7 @@ BLOCKS = {
         ValueError,
         lambda m: decoder_block(m, cross_attention=m.SelfAttention(24, 1)),
     ),
-    "norm: got 'batch', want 'rms', 'rms_plus_one' or 'layer'": (
+    "norm: got 'batch', want 'rms', 'rms_plus_one', 'layer' or 'layer_no_bias'": (
         ValueError,
         lambda m: m.EncoderBlock(m.MultiHeadAttention(24, 4), m.FeedForward(24, 32), norm="batch"),
     ),
@@ -221,7 +221,7 @@ STACKS = {
         lambda m: m.MixtureOfExperts(24, 8, 4, 1, scores="max"),
     ),
     "scaling: got nan": (ValueError, lambda m: m.MixtureOfExperts(24, 8, 4, 1, scaling=float("nan"))),
-    "qk_norm: got 'heads', want all_heads, plus_one, eps and values": (
+    "qk_norm: got 'heads', want all_heads, plus_one, eps, after_rope, weights and values": (
         ValueError,
         lambda m: m.GroupedQueryAttention(24, 4, 2, qk_norm={"heads": True}),
     ),

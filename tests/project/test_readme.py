@@ -146,6 +146,7 @@ def test_pages_with_snippets_are_known():
         "distributed",
         "sparse",
         "heads",
+        "bits",
     } == {page.stem for page in PAGES if blocks(page, "python")}
 
 

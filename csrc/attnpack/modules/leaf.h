@@ -38,8 +38,10 @@ class LeafModule : public torch::nn::Cloneable<Derived>, public ParameterOwner {
   // A dtype is for numbers: LibTorch's own functions would also convert the bytes of stored weights.
   using torch::nn::Module::to;
   void to(at::ScalarType dtype, bool non_blocking = false) override {
-    for (auto& item : this->named_parameters(/*recurse=*/false))
-      if (item->is_floating_point()) item->set_data(item->to(dtype, non_blocking));
+    for (const auto& child : this->children()) child->to(dtype, non_blocking);
+    for (auto tensors : {this->named_parameters(/*recurse=*/false), this->named_buffers(/*recurse=*/false)})
+      for (auto& item : tensors)
+        if (item->is_floating_point()) item->set_data(item->to(dtype, non_blocking));
   }
   void to(at::Device device, at::ScalarType dtype, bool non_blocking = false) override {
     torch::nn::Module::to(device, non_blocking);

@@ -39,8 +39,11 @@ bool begins_with_one_of(const std::string& name, std::initializer_list<const cha
 
 // The name in a file of the whole language model. A file of the base model lacks the beginning, as do the first
 // checkpoints of GPT-2.
-std::string full_name(const std::string& name) {
-  if (begins_with_one_of(name, {"embed_tokens.", "layers.", "norm."})) return "model." + name;
+std::string full_name(const std::string& name, const std::string& base = "model.") {
+  if (begins_with_one_of(name, {"embed_tokens.", "layers.", "norm.", "final_layernorm.", "embedding_norm.", "embed_in.",
+                                "final_layer_norm.", "embed_tokens_per_layer.", "per_layer_model_projection.",
+                                "per_layer_projection_norm."}))
+    return base + name;
   if (begins_with_one_of(name, {"wte.", "wpe.", "word_embeddings.", "h.", "ln_f."})) return "transformer." + name;
   return name;
 }
@@ -64,7 +67,7 @@ HfCheckpoint::HfCheckpoint(std::string directory, HfSettings settings, std::opti
   std::set<std::string> scales;  // they come with their weights
   for (const auto& [name, file] : files_) scales.insert(quantization_.scales_of(name));
   for (const auto& [name, file] : files_)
-    if (!scales.count(name)) add(name, family.parts(full_name(name), options_));
+    if (!scales.count(name)) add(name, family.parts(full_name(name, family.base), options_));
   if (options_.tie_embeddings()) find_tied_head();
   refuse_unless(options_.tie_embeddings() || sources_.count(kHead) || !sources_.count(kEmbedding), path_, ": lacks ",
                 kHead,

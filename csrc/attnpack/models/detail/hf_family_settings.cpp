@@ -100,10 +100,10 @@ void set_ropes_by_kind(CausalLMOptions& options, const HfRopeByKind& ropes) {
   const bool all_slide = options.layer_settings().empty() && options.window().has_value();
   const auto& usual = all_slide ? sliding : all;
   options.rope_base(usual.base).rope_scaling(usual.scaling);
-  for (auto& layer : options.layer_settings()) {
-    if (layer.window() == Window{-1, -1}) continue;
-    layer.rope_base(sliding.base).rope_scaling(sliding.scaling.value_or(RopeScaling()));
-  }
+  auto& layers = options.layer_settings();
+  for (size_t i = 0; i < layers.size(); ++i)
+    if (slides(options, static_cast<int64_t>(i)))
+      layers[i].rope_base(sliding.base).rope_scaling(sliding.scaling.value_or(RopeScaling()));
 }
 
 bool slides(const CausalLMOptions& options, int64_t layer) {

@@ -287,7 +287,7 @@ class ContextAttention(NativeAttention):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
-        kv_from: KVCache | SharedKeys | None = None,
+        kv_from: KVCache | None = None,
         key_index: Tensor | None = None,
         key_block: int = 1,
         need_weights: bool = False,
