@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 
 from ...nn.norm import RMSNorm
@@ -103,9 +104,12 @@ class HfGatedConvolution(_Recurrent, GatedConvolution):
         self._adopt_layer(theirs)
 
 
-RECURRENT: dict[str, type[nn.Module]] = {
+_LAYERS: dict[str, type[nn.Module]] = {
     "Qwen3_5GatedDeltaNet": HfGatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": HfGatedDeltaNet,
     "KimiLinearDeltaAttention": HfKimiDeltaAttention,
     "Lfm2ShortConv": HfGatedConvolution,
 }
+# Older releases hand the cache over by another name and keep its states in another way: those layers stay their own.
+_RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+RECURRENT = _LAYERS if _RELEASE >= (5, 24) else {}
