@@ -50,8 +50,9 @@ def check(wheel: Path, torches: list[Path]) -> list[str]:
         if other := sorted(path.name for path in Path(unpacked).iterdir() if not path.name.startswith("attnpack")):
             wrong.append(f"beside the package stand {', '.join(other)}")
         for file in filter(Path.is_file, Path(unpacked).rglob("*")):
-            found = [folder for folder in (ROOT, *torches) if str(folder).encode() in file.read_bytes()]
-            wrong += [f"{file.relative_to(unpacked)} names {folder}" for folder in found[:1]]
+            content = file.read_bytes()
+            found = next((folder for folder in (ROOT, *torches) if str(folder).encode() in content), None)
+            wrong += [f"{file.relative_to(unpacked)} names {found}"] if found else []
         for torch in torches:
             prefix = package / f"torch-{minor_of(torch)}"
             wrong += [f"{prefix.name} lacks {part}" for part in OF_A_PREFIX if not (prefix / part).is_file()]

@@ -9,8 +9,8 @@ import attnpack
 import pytest
 import torch
 from attnpack.ops import index_keys
+from attnpack.tools.threads import threads
 from marks import long
-from torch_threads import threads
 
 BATCH, HEADS, DIM, V_DIM, ROOM, RANK = 3, 2, 2, 3, 700, 2
 SEQUENCES, LONG_SEQUENCES, STEPS = 60, 700, 14

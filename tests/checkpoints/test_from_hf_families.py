@@ -7,7 +7,7 @@ import pytest
 import torch
 from attnpack._C import checkpoints
 from families import FAMILIES, SIZES, peer_of
-from hf_checkpoints import edit_config
+from hf_checkpoints import edit_config, saved_once
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -62,15 +62,7 @@ UNUSED = {
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
     """Gives the directory of a family's checkpoint, which is written once."""
-    made = {}
-
-    def directory(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            peer_of(name).save_pretrained(made[name])
-        return made[name]
-
-    return directory
+    return saved_once(tmp_path_factory, peer_of)
 
 
 @pytest.fixture

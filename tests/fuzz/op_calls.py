@@ -437,6 +437,18 @@ def recurrent_inputs(pick: Random) -> tuple[list, dict]:
     return [query, key / dims[0] ** 0.5, value], options
 
 
+def check_gradients(results, grads: list, leaves: list, found) -> None:
+    """Whether `found` are the gradients of the leaves, from those of the formula's results that depend on them."""
+    known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad]
+    if not known:  # without tokens nothing depends on the inputs
+        return
+    outputs, upstream = zip(*known, strict=True)
+    expected = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    for got, x in zip(found, expected, strict=True):
+        if x is not None:
+            assert_close(got, x, atol=1e-3, rtol=1e-3)
+
+
 def linear_attention(pick: Random) -> Call:
     tensors, options = recurrent_inputs(pick)
 
@@ -457,15 +469,7 @@ def linear_attention_backward(pick: Random) -> Call:
         if "cu_seqlens" in options:
             return
         leaves = [x.detach().requires_grad_() for x in tensors]
-        results = reference.linear_attention(*leaves, **options)
-        known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad]
-        if not known:  # without tokens nothing depends on the inputs
-            return
-        outputs, upstream = zip(*known, strict=True)
-        expected = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-        for got, x in zip(result[:3], expected, strict=True):
-            if x is not None:
-                assert_close(got, x, atol=1e-3, rtol=1e-3)
+        check_gradients(reference.linear_attention(*leaves, **options), grads, leaves, result[:3])
 
     return "linear_attention_backward", in_order("linear_attention_backward", *grads, *tensors, **options), right
 
@@ -513,13 +517,7 @@ def causal_conv1d_backward(pick: Random) -> Call:
         if "cu_seqlens" in options or not tensors[0].size(0):
             return
         leaves = [x.detach().requires_grad_() for x in tensors]
-        results = convolved(leaves, options)
-        known = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad]
-        outputs, upstream = zip(*known, strict=True)
-        expected = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-        for got, x in zip(result[:2], expected, strict=True):
-            if x is not None:
-                assert_close(got, x, atol=1e-3, rtol=1e-3)
+        check_gradients(convolved(leaves, options), grads, leaves, result[:2])
 
     return "causal_conv1d_backward", in_order("causal_conv1d_backward", *grads, *tensors, **options), right
 

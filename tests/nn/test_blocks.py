@@ -4,8 +4,8 @@ import attnpack
 import pytest
 import torch
 import torch.nn.functional as F
+from attnpack.tools.threads import threads
 from torch import nn
-from torch_threads import threads
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM

@@ -6,7 +6,7 @@ import attnpack
 import pytest
 import torch
 from attnpack._C import checkpoints
-from hf_checkpoints import edit_config
+from hf_checkpoints import edit_config, saved_once
 from hf_families import since
 from hybrid_families import HYBRIDS, SIZES, hybrid_peer
 from safetensors.torch import load_file, save_file
@@ -20,15 +20,7 @@ EACH = pytest.mark.parametrize("name", HYBRIDS)
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
     """Gives the directory of a family's checkpoint, which is written once."""
-    made = {}
-
-    def directory(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            hybrid_peer(name).save_pretrained(made[name])
-        return made[name]
-
-    return directory
+    return saved_once(tmp_path_factory, hybrid_peer)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import attention, reference
+from attnpack.tools.threads import threads
 from op_cases import check, draw
-from torch_threads import threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES_A_DTYPE = 120

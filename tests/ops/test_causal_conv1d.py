@@ -4,12 +4,12 @@ import attnpack
 import pytest
 import torch
 from attnpack import causal_conv1d, reference
+from attnpack.tools.threads import threads
 from marks import grid
 from op_cases import check, draw
 from torch.library import opcheck
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch_threads import threads
 
 NAN = float("nan")
 NAMES = ("x", "weight", "bias", "initial_state")

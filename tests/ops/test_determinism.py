@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from attnpack import apply_rope, attention
+from attnpack.tools.threads import threads
 from op_cases import DTYPES, Inputs, compute_results, draw, make_inputs
-from torch_threads import threads
 
 # Enough work for several threads: decode, decode over ranges, prefill, many tiles, more keys than can stay packed.
 LENGTHS = {"decode": (1, 700), "split decode": (4, 2100), "prefill": (70, 300), "tiles": (260, 260), "long": (40, 8400)}

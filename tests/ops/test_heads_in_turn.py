@@ -4,7 +4,7 @@ bits are those of heads in one piece. One thread and four sequences, so that a u
 import attnpack
 import pytest
 import torch
-from torch_threads import threads
+from attnpack.tools.threads import threads
 
 NAN, INF = float("nan"), float("inf")
 # query heads, kv heads or head_map, queries, head_dim, v_head_dim

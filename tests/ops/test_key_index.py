@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
+from attnpack.tools.threads import threads
 from marks import grid, long
 from op_cases import (
     AXES,
@@ -21,7 +22,6 @@ from op_cases import (
     make_inputs,
 )
 from torch.testing import assert_close
-from torch_threads import threads
 
 NAMED = list(covering(AXES | {"names": NAMES}))
 

@@ -3,9 +3,9 @@
 import attnpack  # noqa: F401  (which brings the ops)
 import pytest
 import torch
+from attnpack.tools.threads import threads
 from torch.library import opcheck
 from torch.testing import assert_close
-from torch_threads import threads
 
 products = torch.ops.attnpack.key_products
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

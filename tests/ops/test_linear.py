@@ -7,10 +7,10 @@ import pytest
 import torch
 from attnpack import ops
 from attnpack.nn.linear import linear, project
+from attnpack.tools.threads import threads
 from processes import run_python
 from torch import nn
 from torch.testing import assert_close
-from torch_threads import threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The most rows of the kernel for few rows: more where MKL is slow and oneDNN takes large fp32 products.

@@ -4,11 +4,11 @@ import attnpack
 import pytest
 import torch
 from attnpack import linear_attention, reference
+from attnpack.tools.threads import threads
 from marks import grid
 from op_cases import check, draw, laid_out
 from torch.library import opcheck
 from torch.testing import assert_close
-from torch_threads import threads
 
 NAN = float("nan")
 NAMES = ("query", "key", "value", "log_decay", "beta", "initial_state")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from attnpack import attention, reference
+from attnpack.tools.threads import threads
 from marks import long
 from op_cases import compute_results, make_inputs
 from torch.testing import assert_close
-from torch_threads import threads
 
 # More keys than one tile takes alone; in the second case more than stay packed. 1,500 and 900 rows per kv head.
 CASES = {

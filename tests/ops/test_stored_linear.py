@@ -4,12 +4,12 @@ import pytest
 import torch
 from attnpack import ops, reference
 from attnpack.ops.stored import format_of
+from attnpack.tools.threads import threads
 from isas import PRESENT, run_with
 from stored_blocks import FORMATS, numbers_of, random_blocks
 from torch.library import opcheck
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch_threads import threads
 
 EACH = pytest.mark.parametrize("kind", FORMATS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,9 +6,9 @@ import attnpack
 import pytest
 import torch
 from attnpack import attention, attention_varlen, reference
+from attnpack.tools.threads import threads
 from op_cases import DTYPES, HEADS, draw
 from torch.testing import assert_close
-from torch_threads import threads
 
 NAN = float("nan")
 # Query and key lengths of each sequence: decode rows and prefill tiles, several blocks of keys, none at all.

@@ -6,11 +6,11 @@ import attnpack
 import pytest
 import torch
 from attnpack import attention_varlen, reference
+from attnpack.tools.threads import threads
 from marks import grid
 from op_cases import DTYPES, HEADS, draw
 from pages import GARBAGE, LAYOUTS, make_table, pages_of, put_into_pages
 from torch.testing import assert_close
-from torch_threads import threads
 
 PAGE_SIZES = [1, 7, 16, 32, 64, 256]
 # Query and key lengths: decode over several ranges of keys, chunks of a prefill, tiles, a few keys, none at all.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from attnpack import attention, reference
+from attnpack.tools.threads import threads
 from op_cases import DTYPES, NAN, check_against_reference, compute_results, draw, make_inputs
-from torch_threads import threads
 
 # More rows than a tile has, more keys than a block has. The last windows are as wide as several blocks.
 WINDOWS = [(0, 0), (20, 0), (40, 30), (128, 0), (-1, 3), (130, -1), (520, 0)]

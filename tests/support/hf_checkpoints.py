@@ -67,6 +67,19 @@ def random_model(config):
     return model
 
 
+def saved_once(tmp_path_factory, make):
+    """A function from a name to the directory of the model that make(name) gives; each is written once."""
+    made = {}
+
+    def directory(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            make(name).save_pretrained(made[name])
+        return made[name]
+
+    return directory
+
+
 def write_tokenizer(directory) -> None:
     """Writes a tokenizer whose tokens are bytes."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:96])}

@@ -7,16 +7,14 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
+from newer_families import OURS
+from newer_families import RMS as SIZES
 from transformers import AutoModelForCausalLM
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 KINDS = ["linear_attention", "full_attention", "linear_attention"]
 DELTA = {"layer_types": KINDS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
          "linear_value_head_dim": 6}  # fmt: skip
 SIXTEENTH = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-OURS = {"num_kv_heads": 2, "hidden_dim": 48, "eps": 1e-5, "max_positions": 64}
 OURS_DELTA = {"kind": "gated_delta_net", "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 6}
 OURS_QWEN = OURS | {
     "head_dim": 8, "norm": "rms_plus_one", "qk_norm": {"plus_one": True, "eps": 1e-5}, "rope_base": 500.0,

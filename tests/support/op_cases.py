@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import attnpack
 import torch
 from attnpack import reference
+from attnpack.tools.threads import threads
 from torch import Tensor
-from torch_threads import threads
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

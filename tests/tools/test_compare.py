@@ -20,6 +20,7 @@ from attnpack.tools.compare import decoding, models, picture, runs, training, va
 from attnpack.tools.compare.record import Record, Run
 from attnpack.tools.compare.report import Entry, format_table
 from attnpack.tools.compare.text import guessing_loss, read_text
+from attnpack.tools.threads import threads
 from marks import long
 from processes import ROOT, run_python
 
@@ -31,10 +32,8 @@ SMALL = models.scale_of(20_000)
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """As the command takes for small models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,11 @@ and puts its loss beside the cost of its cache."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ...checkpoints.writer import write_text
 from ...progress import duration, finish
 from .. import bench
 from ..busy import warning_of
+from ..threads import threads as torch_threads
 from .decoding import CONTEXT, measure_decoding
 from .models import Scale, count_parameters, make_model, scale_of
 from .picture import draw
@@ -71,7 +71,7 @@ def compare(request: Request, say: Say) -> dict[str, Any]:
     text = read_text(request.text, scale.length)
     settings = {**asdict(scale), "text": text.name, "text_sha256": text.sha256}
     threads = request.threads or (1 if scale.params < _ONE_THREAD else torch.get_num_threads())
-    with own_folder(request.out), _threads(threads):
+    with own_folder(request.out), torch_threads(threads):
         record = Record(request.out, settings, _about(threads))
         _measure_all(request, record, text, parameters, say)
         entries = entries_of(record, parameters, request.seeds)
@@ -156,13 +156,3 @@ def _page(title: str, entries: dict[str, Entry], record: Record, guessing: float
 def _write(path: Path, words: str) -> None:
     with atomic_file(path) as partial:
         write_text(partial, words)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
