@@ -19,31 +19,48 @@ constexpr bool kWideCodes = false;  // 16 bits hold two products of codes to 128
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
 typedef __m512 Floats;
-inline Bytes all_of(int32_t x) { return _mm512_set1_epi32(x); }
-inline Floats all_of(float x) { return _mm512_set1_ps(x); }
-inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-inline void store_bytes(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
-inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
-inline void store_floats(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-inline Floats to_floats(Bytes x) { return _mm512_cvtepi32_ps(x); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Bytes bits_of(Bytes a, int32_t mask) { return _mm512_and_si512(a, _mm512_set1_epi32(mask)); }
-inline Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
-inline Bytes flipped(Bytes a, int32_t mask) { return _mm512_xor_si512(a, _mm512_set1_epi32(mask)); }
-inline Bytes add(Bytes a, Bytes b) { return _mm512_add_epi32(a, b); }
-inline Bytes multiply(Bytes a, int32_t b) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(b)); }
-template <int Bits>
-inline Bytes shifted_right(Bytes a) {
-  return _mm512_srli_epi32(a, Bits);
+#else
+typedef __m256i Bytes;
+typedef __m256 Floats;
+#endif
+typedef VectorTypes<float>::Int Words;
+typedef VectorTypes<float>::Bits Bits;
+
+inline Bytes all_of(int32_t x) { return Bytes(Words{} + x); }
+inline Bytes load_bytes(const void* p) {
+  Bytes x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
 }
-template <int Bits>
+inline void store_bytes(void* p, Bytes x) { __builtin_memcpy(p, &x, sizeof(x)); }
+inline Floats load_floats(const float* p) {
+  Floats x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline void store_floats(float* p, Floats x) { __builtin_memcpy(p, &x, sizeof(x)); }
+inline Floats to_floats(Bytes x) { return __builtin_convertvector(Words(x), Floats); }
+inline Bytes bits_of(Bytes a, int32_t mask) { return Bytes(Words(a) & mask); }
+inline Bytes either(Bytes a, Bytes b) { return a | b; }
+inline Bytes flipped(Bytes a, int32_t mask) { return Bytes(Words(a) ^ mask); }
+inline Bytes add(Bytes a, Bytes b) { return Bytes(Words(a) + Words(b)); }
+inline Bytes multiply(Bytes a, int32_t b) { return Bytes(Words(a) * b); }
+template <int Count>
+inline Bytes shifted_right(Bytes a) {
+  return Bytes(Bits(a) >> Count);
+}
+template <int Count>
 inline Bytes shifted_left(Bytes a) {
-  return _mm512_slli_epi32(a, Bits);
+  return Bytes(Words(a) << Count);
 }
 template <int Byte>
 inline Bytes signed_byte(Bytes a) {
-  return _mm512_srai_epi32(_mm512_slli_epi32(a, 24 - 8 * Byte), 24);
+  return Bytes(Words(shifted_left<24 - 8 * Byte>(a)) >> 24);
 }
+
+#if defined(__AVX512F__)
+inline Floats all_of(float x) { return _mm512_set1_ps(x); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 // The numbers of 16 bits in the lower halves of the lanes.
 inline Floats lower_halves(Bytes a) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(a)); }
 
@@ -85,33 +102,8 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
   to[3] = _mm512_unpackhi_epi64(b, d);
 }
 #else
-typedef __m256i Bytes;
-typedef __m256 Floats;
-inline Bytes all_of(int32_t x) { return _mm256_set1_epi32(x); }
 inline Floats all_of(float x) { return _mm256_set1_ps(x); }
-inline Bytes load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store_bytes(void* p, Bytes x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
-inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
-inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-inline Floats to_floats(Bytes x) { return _mm256_cvtepi32_ps(x); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-inline Bytes bits_of(Bytes a, int32_t mask) { return _mm256_and_si256(a, _mm256_set1_epi32(mask)); }
-inline Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
-inline Bytes flipped(Bytes a, int32_t mask) { return _mm256_xor_si256(a, _mm256_set1_epi32(mask)); }
-inline Bytes add(Bytes a, Bytes b) { return _mm256_add_epi32(a, b); }
-inline Bytes multiply(Bytes a, int32_t b) { return _mm256_mullo_epi32(a, _mm256_set1_epi32(b)); }
-template <int Bits>
-inline Bytes shifted_right(Bytes a) {
-  return _mm256_srli_epi32(a, Bits);
-}
-template <int Bits>
-inline Bytes shifted_left(Bytes a) {
-  return _mm256_slli_epi32(a, Bits);
-}
-template <int Byte>
-inline Bytes signed_byte(Bytes a) {
-  return _mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * Byte), 24);
-}
 inline Floats lower_halves(Bytes a) {
   const Bytes low = bits_of(a, 0xffff);
   return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
