@@ -176,11 +176,9 @@ class Arguments {
   }
   // Reads every option but `skipped` ones.
   template <typename Options>
-  void read_options(Options& options, std::initializer_list<const char*> skipped = {}) {
+  void read_options(Options& options, const Names& skipped = {}) {
     Options::for_each_option(options, [&](const char* name, auto& value) {
-      for (const auto* other : skipped)
-        if (std::string(other) == name) return;
-      read(name, value);
+      if (std::find(skipped.begin(), skipped.end(), name) == skipped.end()) read(name, value);
     });
   }
   // cache: the words that say what cache= takes, for an error about a keyword of another library.

@@ -16,8 +16,8 @@ namespace {
 
 // The inputs of forward after its tensors, without the options that `skipped` names.
 std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments,
-                                             std::initializer_list<const char*> skipped = {"index_cache", "key_index",
-                                                                                           "key_block", "cu_seqlens"}) {
+                                             Names skipped = {"index_cache", "key_index", "key_block"}) {
+  skipped.push_back("cu_seqlens");  // of recurrent layers only
   AttentionInputs inputs;
   bool need_weights = false;
   arguments.read_options(inputs, skipped);
@@ -48,10 +48,9 @@ void bind_forward(Class& cls) {
   names.push_back("need_weights");
   bind_method(cls, "forward", names, 2, [](Impl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");
-    const auto [inputs, need_weights] = kNamesBlocks ? read_inputs(arguments, {"index_cache", "cu_seqlens"})
-                                        : kNamesKeys
-                                            ? read_inputs(arguments, {"index_cache", "key_block", "cu_seqlens"})
-                                            : read_inputs(arguments);
+    const auto [inputs, need_weights] = kNamesBlocks ? read_inputs(arguments, {"index_cache"})
+                                        : kNamesKeys ? read_inputs(arguments, {"index_cache", "key_block"})
+                                                     : read_inputs(arguments);
     return run(
         need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
         [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
@@ -82,18 +81,18 @@ void bind_projected(py::module_& m) {
   using Impl = ProjectedAttentionImpl;
   auto cls = bind_module<Impl>(m, "ProjectedAttention", "Attention over q, k, v that are given; no parameters.");
   bind_options<Impl, ProjectedAttentionOptions, int64_t, int64_t, int64_t>(cls);
-  bind_method(
-      cls, "forward", {"q", "k", "v", "mask", "causal", "cache", "positions", "kv_lens", "kv_from", "need_weights"}, 3,
-      [](Impl& self, Arguments& arguments) {
-        const auto q = arguments.require<at::Tensor>("q");
-        const auto k = arguments.require<at::Tensor>("k");
-        const auto v = arguments.require<at::Tensor>("v");
-        const auto [inputs, need_weights] =
-            read_inputs(arguments, {"context", "value_context", "index_cache", "key_index", "key_block", "cu_seqlens"});
-        return run(
-            need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
-            [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
-      });
+  bind_method(cls, "forward",
+              {"q", "k", "v", "mask", "causal", "cache", "positions", "kv_lens", "kv_from", "need_weights"}, 3,
+              [](Impl& self, Arguments& arguments) {
+                const auto q = arguments.require<at::Tensor>("q");
+                const auto k = arguments.require<at::Tensor>("k");
+                const auto v = arguments.require<at::Tensor>("v");
+                const auto [inputs, need_weights] =
+                    read_inputs(arguments, {"context", "value_context", "index_cache", "key_index", "key_block"});
+                return run(
+                    need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
+                    [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
+              });
   bind_method(cls, "project", {"q", "k", "v", "positions"}, 3, [](Impl& self, Arguments& arguments) {
     const auto q = arguments.require<at::Tensor>("q");
     const auto k = arguments.require<at::Tensor>("k");
@@ -114,8 +113,8 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::mo
   bind_method(cls, "forward", {"x", "mask", "causal", "cache", "positions", "kv_lens", "index_cache", "need_weights"},
               1, [](Impl& self, Arguments& arguments) {
                 const auto x = arguments.require<at::Tensor>("x");
-                const auto [inputs, need_weights] = read_inputs(
-                    arguments, {"context", "value_context", "kv_from", "key_index", "key_block", "cu_seqlens"});
+                const auto [inputs, need_weights] =
+                    read_inputs(arguments, {"context", "value_context", "kv_from", "key_index", "key_block"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });

@@ -104,4 +104,16 @@ void bind_options(Class& cls, size_t positional = sizeof...(Sizes), const Names&
   });
 }
 
+// A module whose forward takes one tensor.
+template <typename Impl, typename Options, typename... Sizes>
+void bind_unary(py::module_& m, const char* name, const char* doc, const char* input) {
+  auto cls = bind_module<Impl>(m, name, doc);
+  bind_options<Impl, Options, Sizes...>(cls);
+  bind_method(cls, "forward", {input}, 1, [input](Impl& self, Arguments& arguments) {
+    const auto x = arguments.require<at::Tensor>(input);
+    arguments.finish();
+    return without_gil([&] { return self.forward(x); });
+  });
+}
+
 }  // namespace attnpack

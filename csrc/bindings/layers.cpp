@@ -10,34 +10,18 @@
 
 namespace attnpack {
 
-namespace {
-
-// A module whose forward takes one tensor.
-template <typename Impl, typename Options, typename... Sizes>
-void bind_layer(py::module_& m, const char* name, const char* doc, const char* input) {
-  auto cls = bind_module<Impl>(m, name, doc);
-  bind_options<Impl, Options, Sizes...>(cls);
-  bind_method(cls, "forward", {input}, 1, [input](Impl& self, Arguments& arguments) {
-    const auto x = arguments.require<at::Tensor>(input);
-    arguments.finish();
-    return without_gil([&] { return self.forward(x); });
-  });
-}
-
-}  // namespace
-
 void register_layers(py::module_& m) {
-  bind_layer<LinearImpl, LinearOptions, int64_t, int64_t>(m, "Linear", "x W^T + b.", "x");
-  bind_layer<EmbeddingImpl, EmbeddingOptions, int64_t, int64_t>(m, "Embedding", "Rows of a table by token id.", "ids");
-  bind_layer<RMSNormImpl, RMSNormOptions, int64_t>(m, "RMSNorm", "x / sqrt(mean(x^2) + eps) * weight.", "x");
-  bind_layer<LayerNormImpl, LayerNormOptions, int64_t>(m, "LayerNorm",
+  bind_unary<LinearImpl, LinearOptions, int64_t, int64_t>(m, "Linear", "x W^T + b.", "x");
+  bind_unary<EmbeddingImpl, EmbeddingOptions, int64_t, int64_t>(m, "Embedding", "Rows of a table by token id.", "ids");
+  bind_unary<RMSNormImpl, RMSNormOptions, int64_t>(m, "RMSNorm", "x / sqrt(mean(x^2) + eps) * weight.", "x");
+  bind_unary<LayerNormImpl, LayerNormOptions, int64_t>(m, "LayerNorm",
                                                        "(x - mean) / sqrt(variance + eps) * weight + bias.", "x");
-  bind_layer<FeedForwardImpl, FeedForwardOptions, int64_t, int64_t>(
+  bind_unary<FeedForwardImpl, FeedForwardOptions, int64_t, int64_t>(
       m, "FeedForward", "down(f(gate(x)) * up(x)), or down(f(up(x))).", "x");
-  bind_layer<MixtureOfExpertsImpl, MixtureOfExpertsOptions, int64_t, int64_t, int64_t, int64_t>(
+  bind_unary<MixtureOfExpertsImpl, MixtureOfExpertsOptions, int64_t, int64_t, int64_t, int64_t>(
       m, "MixtureOfExperts", "Feed-forwards of which a gate chooses some for each token.", "x");
 
-  auto tail = bind_module<LayerTailImpl>(m, "LayerTail", "What stands behind the feed-forward of a layer.");
+  auto tail = bind_module<LayerTailImpl>(m, "LayerTail", "The end of a layer, behind its feed-forward.");
   bind_options<LayerTailImpl, LayerTailOptions, int64_t>(tail);
   bind_method(tail, "forward", {"x", "input"}, 2, [](LayerTailImpl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");

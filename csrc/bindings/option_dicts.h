@@ -147,8 +147,6 @@ struct Reader<std::optional<TailSettings>> {
   static std::string wanted(const std::string&) { return "None or a dict such as {'input_dim': 256}"; }
 };
 
-inline py::object to_python(const TailSettings& tail) { return options_dict(tail); }
-
 inline py::object to_python(const std::vector<LayerSettings>& layers) {
   py::list result;
   for (const auto& layer : layers) result.append(options_dict(layer));

@@ -10,20 +10,8 @@ namespace attnpack {
 
 namespace {
 
-// A part of a recurrent layer, whose forward takes one tensor.
 template <typename Impl, typename Options, typename... Sizes>
-void bind_part(py::module_& m, const char* name, const char* doc) {
-  auto cls = bind_module<Impl>(m, name, doc);
-  bind_options<Impl, Options, Sizes...>(cls);
-  bind_method(cls, "forward", {"x"}, 1, [](Impl& self, Arguments& arguments) {
-    const auto x = arguments.require<at::Tensor>("x");
-    arguments.finish();
-    return without_gil([&] { return self.forward(x); });
-  });
-}
-
-template <typename Impl, typename Options, typename... Sizes>
-void bind_layer(py::module_& m, const char* name, const char* doc, const Names& required = {}) {
+void bind_recurrent(py::module_& m, const char* name, const char* doc, const Names& required = {}) {
   auto cls = bind_module<Impl>(m, name, doc);
   bind_options<Impl, Options, Sizes...>(cls, sizeof...(Sizes), required);
   bind_method(cls, "forward", {"x", "cache", "kv_lens", "cu_seqlens", "mask", "causal", "positions"}, 1,
@@ -40,18 +28,18 @@ void bind_layer(py::module_& m, const char* name, const char* doc, const Names& 
 }  // namespace
 
 void register_recurrent(py::module_& m) {
-  bind_part<ShortConvolutionImpl, ShortConvolutionOptions, int64_t, int64_t>(
-      m, "ShortConvolution", "The causal convolution of each channel by itself.");
-  bind_part<ForgetGateImpl, ForgetGateOptions, int64_t, int64_t, int64_t>(
-      m, "ForgetGate", "What the decays of a KimiDeltaAttention are made of.");
-  bind_layer<GatedConvolutionImpl, GatedConvolutionOptions, int64_t>(m, "GatedConvolution",
-                                                                     "LFM2's layer: a short convolution and a gate.");
-  bind_layer<GatedDeltaNetImpl, GatedDeltaNetOptions, int64_t, int64_t, int64_t>(
+  bind_unary<ShortConvolutionImpl, ShortConvolutionOptions, int64_t, int64_t>(
+      m, "ShortConvolution", "The causal convolution of each channel by itself.", "x");
+  bind_unary<ForgetGateImpl, ForgetGateOptions, int64_t, int64_t, int64_t>(
+      m, "ForgetGate", "The logits of the decays of a KimiDeltaAttention.", "x");
+  bind_recurrent<GatedConvolutionImpl, GatedConvolutionOptions, int64_t>(
+      m, "GatedConvolution", "LFM2's layer: a short convolution and a gate.");
+  bind_recurrent<GatedDeltaNetImpl, GatedDeltaNetOptions, int64_t, int64_t, int64_t>(
       m, "GatedDeltaNet", "The delta rule with a decay for each head.", {"head_k_dim", "head_v_dim"});
-  bind_layer<KimiDeltaAttentionImpl, KimiDeltaAttentionOptions, int64_t, int64_t>(
+  bind_recurrent<KimiDeltaAttentionImpl, KimiDeltaAttentionOptions, int64_t, int64_t>(
       m, "KimiDeltaAttention", "The delta rule with a decay for each channel.", {"head_dim"});
-  bind_layer<LinearAttentionImpl, LinearAttentionOptions, int64_t, int64_t>(m, "LinearAttention",
-                                                                            "Attention without the softmax.");
+  bind_recurrent<LinearAttentionImpl, LinearAttentionOptions, int64_t, int64_t>(m, "LinearAttention",
+                                                                                "Attention without the softmax.");
 }
 
 }  // namespace attnpack

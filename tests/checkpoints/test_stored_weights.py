@@ -113,6 +113,15 @@ def test_the_tied_table_is_one_tensor(path):
         model.cpp().forward(torch.tensor([[96]]))
 
 
+def test_a_table_of_layer_inputs_has_the_dtype_of_the_embedding(path):
+    table = attnpack.LayerInputTable(96, 8, 2, 128, dtype=torch.bfloat16)
+    blocks = attnpack.CausalLM.from_gguf(path, weights="stored").model.embed_tokens.weight
+    table.embed_tokens = StoredEmbedding.from_blocks(blocks, torch.bfloat16)
+    embedding = torch.randn(2, 11, 8, dtype=torch.bfloat16)
+    found = table(IDS, embedding)
+    assert found.dtype == torch.bfloat16 and torch.equal(table.cpp().forward(IDS, embedding), found)
+
+
 def test_gradients_are_refused(path):
     model = attnpack.CausalLM.from_gguf(path, weights="stored")
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -234,10 +243,12 @@ def test_memory_grows_by_the_file_and_little_more():
 GROWTH = """
 import attnpack, torch
 from attnpack import checkpoints
-from attnpack.tools.memory import resident_bytes
+from attnpack.tools.memory import peak_bytes
 torch.ones(300, 300) @ torch.ones(300, 300)
-before = resident_bytes("VmRSS")
-model = attnpack.CausalLM.from_gguf({path!r}, weights="stored")
-model.generate(torch.randint(1000, (1, 16)), max_new_tokens=24)
-print(resident_bytes("VmHWM") - before)
+
+def use():
+    model = attnpack.CausalLM.from_gguf({path!r}, weights="stored")
+    model.generate(torch.randint(1000, (1, 16)), max_new_tokens=24)
+
+print(peak_bytes(use))
 """

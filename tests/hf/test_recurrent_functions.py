@@ -8,6 +8,7 @@ import torch
 from attnpack.hf import layers as hf_layers
 from attnpack.hf import recurrent
 from hf_families import since
+from processes import run_python
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -81,20 +82,19 @@ def test_existing_models_give_the_same_logits_tokens_and_gradients(family, calls
 
 
 def test_models_that_are_imported_later_take_them_too():
-    from processes import run_python
+    done = run_python(LATER)
+    assert done.returncode == 0, done.text
 
-    run_python(
-        """
-        import attnpack.hf
-        attnpack.hf.register()
-        from transformers.models.qwen3_next import modeling_qwen3_next as module
-        from attnpack.hf import layers as hf_layers
+
+LATER = """
+import attnpack.hf
+attnpack.hf.register()
+from transformers.models.qwen3_next import modeling_qwen3_next as module
 from attnpack.hf import recurrent
-        for function in (module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn):
-            assert recurrent._cells(function)["implementation"].cell_contents.is_attnpacks
-        attnpack.hf.unregister()
-        """
-    )
+for function in (module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn):
+    assert recurrent._cells(function)["implementation"].cell_contents.is_attnpacks
+attnpack.hf.unregister()
+"""
 
 
 def test_packed_sequences_stay_apart():

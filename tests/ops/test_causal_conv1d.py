@@ -157,6 +157,14 @@ def test_packed_and_nested_sequences_are_calls_of_their_own():
     assert torch.equal(out.values(), packed["out"][0]) and torch.equal(state, packed["state"])
 
 
+def test_no_packed_sequences():
+    x = make(length=0, batch=1) | {"initial_state": torch.empty(0, 20, 3)}
+    upstream = [torch.empty(1, 0, 20), torch.empty(0, 20, 3)]
+    found = results(causal_conv1d, x, upstream, cu_seqlens=torch.tensor([0]), activation="silu")
+    assert found["out"].shape == (1, 0, 20) and found["state"].shape == (0, 20, 3)
+    assert all((grad == 0).all() for name, grad in found.items() if name.startswith("grad"))
+
+
 @pytest.mark.parametrize("cuts", [[1] * 12, [64, 6], [3, 0, 50, 17]])
 def test_a_sequence_in_parts(cuts):
     x = make(length=sum(cuts))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 KINDS = ["linear_attention", "full_attention", "linear_attention"]
 DELTA = {"layer_types": KINDS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
          "linear_value_head_dim": 6}  # fmt: skip
-SIXTEENTH = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 OURS_DELTA = {"kind": "gated_delta_net", "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 6}
 OURS_QWEN = OURS | {
     "head_dim": 8, "norm": "rms_plus_one", "qk_norm": {"plus_one": True, "eps": 1e-5}, "rope_base": 500.0,
@@ -32,12 +32,12 @@ class Hybrid(NamedTuple):
 
 HYBRIDS = {
     "qwen3_5": Hybrid(
-        "qwen3_5", "Qwen3_5TextConfig", SIZES | DELTA | {"head_dim": 8, "rope_parameters": SIXTEENTH},
+        "qwen3_5", "Qwen3_5TextConfig", SIZES | DELTA | {"head_dim": 8, "rope_parameters": HALF},
         OURS_QWEN | {"layer_settings": ATTENDS},
     ),
     "qwen3_next": Hybrid(
         "qwen3_next", "Qwen3NextConfig",
-        SIZES | DELTA | {"head_dim": 8, "rope_parameters": SIXTEENTH, "num_experts": 4, "num_experts_per_tok": 2,
+        SIZES | DELTA | {"head_dim": 8, "rope_parameters": HALF, "num_experts": 4, "num_experts_per_tok": 2,
                          "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
         OURS_QWEN | {
             "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "normalize": True, "shared_dim": 20,

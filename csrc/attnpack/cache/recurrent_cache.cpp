@@ -34,7 +34,7 @@ void check_held(const char* name, const at::Tensor& held, const SymInt& batch, a
 
 RecurrentStates RecurrentCache::states(const SymInt& batch, at::IntArrayRef conv_shape,
                                        at::IntArrayRef state_shape) const {
-  if (!held_.conv.defined() && !held_.state.defined()) return {};
+  if (held_.is_empty()) return {};
   check_held("convolution state", held_.conv, batch, conv_shape);
   check_held("state", held_.state, batch, state_shape);
   return {readable(held_.conv), readable(held_.state)};
@@ -46,9 +46,8 @@ void RecurrentCache::advance(const RecurrentStates& states, const SymInt& new_le
   check_defined("state", some);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  const auto before = held_.conv.defined() || held_.state.defined()
-                          ? tensors_.lengths
-                          : cache_zeros({some.sym_size(0)}, some.options().dtype(at::kLong));
+  const auto before =
+      held_.is_empty() ? cache_zeros({some.sym_size(0)}, some.options().dtype(at::kLong)) : tensors_.lengths;
   if (new_lens) check_new_lens(*new_lens, before.sym_size(0));
   tensors_.lengths = new_lens ? before + new_lens->to(before.options()) : before.add(new_len);
   len_ = new_lens ? longest_length(tensors_.lengths, len_ + new_len) : len_ + new_len;
@@ -94,7 +93,7 @@ void RecurrentCache::crop(const SymInt& n) {
 
 void RecurrentCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/false);
-  if (!held_.conv.defined() && !held_.state.defined()) return;
+  if (held_.is_empty()) return;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   for (auto* held : {&held_.conv, &held_.state, &tensors_.lengths})

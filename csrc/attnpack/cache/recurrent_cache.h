@@ -4,14 +4,16 @@
 
 namespace attnpack {
 
-// What a recurrent layer keeps of its sequences. A part that the layer does not have is undefined.
+// The memory that a recurrent layer has of its sequences. A part that the layer does not have is undefined.
 struct RecurrentStates {
   at::Tensor conv;   // the last inputs of its short convolution, [B, C, K - 1]
   at::Tensor state;  // [B, Hv, D, Dv]
+
+  bool is_empty() const { return !conv.defined() && !state.defined(); }
 };
 
-// The state of a recurrent layer: its bytes do not grow with the length. What was read cannot be taken out of a state
-// again, so crop to fewer positions raises. There are no keys and values: k() and v() are undefined.
+// The state of a recurrent layer. Its bytes do not grow with the length. A state cannot forget tokens, so crop to fewer
+// positions raises. There are no keys and values: k() and v() are undefined.
 //
 // It holds the tensors that the last call gave, without history; each call gives new ones.
 class RecurrentCache : public KVCache {

@@ -73,9 +73,9 @@ Result delta_attend_composite(const Tensor& mixed, const Tensor& decay, const Te
   const auto [convolved, conv_state] =
       causal_conv1d_op(mixed, taps_of("conv_weight", conv_weight),
                        {std::nullopt, args.conv_state, args.kv_lens, args.cu_seqlens, /*silu=*/true});
-  const auto parts = convolved.split_with_sizes({keys, keys, values}, -1);
-  const Tensor q = of_length_one(heads_of("mixed", parts[0], num_k_heads)),
-               k = of_length_one(heads_of("mixed", parts[1], num_k_heads)), v = heads_of("gate", parts[2], heads);
+  const Tensor pair = of_length_one(heads_of("mixed", convolved.narrow(-1, 0, 2 * keys), 2 * num_k_heads)),
+               q = pair.narrow(2, 0, num_k_heads), k = pair.narrow(2, num_k_heads, num_k_heads),
+               v = heads_of("gate", convolved.narrow(-1, 2 * keys, values), heads);
   const bool per_channel = decay.size(-1) != heads;
   Tensor rate = a_log.to(wide).exp().reshape({heads}), step = at::softplus(decay.to(wide) + dt_bias.to(wide));
   if (per_channel) rate = rate.unsqueeze(-1), step = heads_of("decay", step, heads);
@@ -95,10 +95,7 @@ std::tuple<Tensor, Tensor> linear_attend_composite(const Tensor& query, const Te
                                                    std::string_view feature_map, std::string_view decay,
                                                    std::optional<double> scale, const OptionalTensor& first_state,
                                                    const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens) {
-  ATTNPACK_CHECK(feature_map == "identity" || feature_map == "elu", "feature_map: got '", feature_map,
-                 "', want 'identity' or 'elu'");
-  ATTNPACK_CHECK(decay == "none" || decay == "fixed" || decay == "learned", "decay: got '", decay,
-                 "', want 'none', 'fixed' or 'learned'");
+  check_linear_attend(feature_map, decay);
   ATTNPACK_CHECK(decay_logits.has_value() == (decay == "learned"),
                  "decay_logits: they go with decay 'learned', and only with it; got decay '", decay, "'");
   const auto wide = accumulation_type(query);
@@ -140,6 +137,13 @@ std::tuple<Tensor, Tensor> gated_convolution_composite(const Tensor& mixed, cons
 }
 
 }  // namespace
+
+void check_linear_attend(std::string_view feature_map, std::string_view decay) {
+  ATTNPACK_CHECK(feature_map == "identity" || feature_map == "elu", "feature_map: got '", feature_map,
+                 "', want 'identity' or 'elu'");
+  ATTNPACK_CHECK(decay == "none" || decay == "fixed" || decay == "learned", "decay: got '", decay,
+                 "', want 'none', 'fixed' or 'learned'");
+}
 
 std::tuple<Tensor, Tensor, Tensor> delta_attend(const Tensor& mixed, const Tensor& decay, const Tensor& beta,
                                                 const Tensor& gate, const DeltaWeights& w, const DeltaSettings& s,

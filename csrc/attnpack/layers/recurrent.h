@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 // The mathematics of recurrent layers after their projections. N: sequences, which are B or those of cu_seqlens. Hk and
@@ -14,7 +15,7 @@ namespace attnpack {
 
 // The inputs of a recurrent layer beside its projected tensors.
 struct RecurrentInputs : OptionList<RecurrentInputs> {
-  // What the layer has kept of the tokens before, as it returned them; none: zeros.
+  // The states that the layer's last call returned; none: zeros.
   ATTNPACK_OPTION(std::optional<at::Tensor>, conv_state);  // [N, C, K - 1]
   ATTNPACK_OPTION(std::optional<at::Tensor>, state);       // [N, Hv, D, Dv]
   // Valid tokens of each sequence, [B], or where packed sequences begin and end, [N + 1].
@@ -56,6 +57,9 @@ struct LinearAttendSettings {
   std::string feature_map = "identity", decay = "none";
   std::optional<double> scale;  // default 1 / sqrt(D); 1 with a feature map
 };
+// Raises for a word that is none of these.
+void check_linear_attend(std::string_view feature_map, std::string_view decay);
+
 std::tuple<at::Tensor, at::Tensor> linear_attend(const at::Tensor& query,                        // [B, L, H * D]
                                                  const at::Tensor& key,                          // [B, L, H * D]
                                                  const at::Tensor& value,                        // [B, L, H * Dv]

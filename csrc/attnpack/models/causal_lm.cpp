@@ -279,18 +279,20 @@ std::vector<LayerSettings> CausalLMImpl::resolved_layers() const {
 std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const { return model->new_cache(); }
 
 std::shared_ptr<ModelCache> CausalLMImpl::caches_by_layer(
-    const std::function<std::shared_ptr<KVCache>(const LayerSettings&)>& make) const {
+    const std::function<std::shared_ptr<KVCache>(const LayerSettings&, int64_t)>& make) const {
   auto caches = dynamic_cache()->layers();
   const auto layers = resolved_layers();
-  for (size_t i = 0; i < caches.size(); ++i)
-    if (!layers[i].recurrent() && !layers[i].kv_from()) caches[i] = make(layers[i]);
+  for (size_t i = 0; i < caches.size(); ++i) {
+    if (layers[i].recurrent() || layers[i].kv_from()) continue;
+    if (auto made = make(layers[i], static_cast<int64_t>(i))) caches[i] = std::move(made);
+  }
   return std::make_shared<ModelCache>(std::move(caches));
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t max_len) const {
   const auto& latent = options.latent();
   const auto like = model->state_options();
-  return caches_by_layer([&](const LayerSettings& layer) -> std::shared_ptr<KVCache> {
+  return caches_by_layer([&](const LayerSettings& layer, int64_t) -> std::shared_ptr<KVCache> {
     if (latent) {
       const auto width = *latent->kv_lora_rank() + *latent->qk_rope_head_dim();
       return std::make_shared<StaticCache>(StaticCacheOptions(batch, 1, max_len, width).v_head_dim(0).tensor(like));
@@ -301,22 +303,18 @@ std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t ma
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
-  auto layers = dynamic_cache()->layers();
-  const auto settings = resolved_layers();
   std::set<int64_t> read;  // by other layers, which take no ring
-  for (const auto& layer : settings)
+  for (const auto& layer : options.layer_settings())
     if (layer.kv_from()) read.insert(*layer.kv_from());
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const auto [left, right] = settings[i].window().value_or(Window{-1, -1});
-    const bool ring = left >= 0 && right <= 0 && !settings[i].kv_from() && !read.contains(static_cast<int64_t>(i));
-    if (ring && !settings[i].recurrent())
-      layers[i] = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left));
-  }
-  return std::make_shared<ModelCache>(std::move(layers));
+  return caches_by_layer([&](const LayerSettings& layer, int64_t i) -> std::shared_ptr<KVCache> {
+    const auto [left, right] = layer.window().value_or(Window{-1, -1});
+    if (left < 0 || right > 0 || read.contains(i)) return nullptr;
+    return std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left));
+  });
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::quantized_cache(const QuantizedCacheOptions& cache) const {
-  return caches_by_layer([&](const LayerSettings&) { return std::make_shared<QuantizedCache>(cache); });
+  return caches_by_layer([&](const LayerSettings&, int64_t) { return std::make_shared<QuantizedCache>(cache); });
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num_pages) const {
@@ -324,7 +322,7 @@ std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num
                  "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static', 'int8' "
                  "or 'none': pages hold the keys and values of heads");
   const auto like = model->state_options();
-  return caches_by_layer([&](const LayerSettings& layer) -> std::shared_ptr<KVCache> {
+  return caches_by_layer([&](const LayerSettings& layer, int64_t) -> std::shared_ptr<KVCache> {
     return std::make_shared<PagedCache>(
         PagedCacheOptions(batch, *layer.num_kv_heads(), *layer.head_dim(), num_pages).tensor(like));
   });

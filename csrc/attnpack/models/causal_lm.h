@@ -49,7 +49,7 @@ struct RecurrentSettings : OptionList<RecurrentSettings> {
   ATTNPACK_OPTION(std::string, decay) = "none";
 };
 
-// What stands behind the feed-forward of each layer (LayerTail).
+// The tail of each layer, behind its feed-forward (LayerTail).
 struct TailSettings : OptionList<TailSettings> {
   ATTNPACK_OPTION(std::optional<int64_t>, input_dim);   // width of each layer's input per token; none: only a factor
   ATTNPACK_OPTION(std::optional<int64_t>, vocab_size);  // rows of the table of these inputs; default the model's
@@ -162,10 +162,10 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   Linear lm_head{nullptr};
 
  private:
-  // What `make` gives for each layer; a RecurrentCache for a recurrent layer, and an empty cache for a layer that reads
-  // the keys of another.
+  // A cache for each layer, by `make`, which gets the layer's number too, or dynamic_cache()'s where it gives none. A
+  // recurrent layer has a RecurrentCache, and a layer that reads another's keys has an empty cache.
   std::shared_ptr<ModelCache> caches_by_layer(
-      const std::function<std::shared_ptr<KVCache>(const LayerSettings&)>& make) const;
+      const std::function<std::shared_ptr<KVCache>(const LayerSettings&, int64_t)>& make) const;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(CausalLMInputs())})

@@ -45,10 +45,6 @@ struct AttentionInputs : OptionList<AttentionInputs> {
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
   ATTNPACK_OPTION(std::shared_ptr<KVCache>, kv_from);
-
- public:
-  // The same without a cache, with gradients: keys and values of these tokens that two layers of a Decoder share.
-  std::shared_ptr<SharedKeys> kv;
   // Only for SparseAttention and SparseLatentAttention: a LatentCache, or a StaticCache of one head, for the keys of
   // their indexer, beside cache.
   ATTNPACK_OPTION(std::shared_ptr<KVCache>, index_cache);
@@ -59,6 +55,11 @@ struct AttentionInputs : OptionList<AttentionInputs> {
   ATTNPACK_OPTION(int64_t, key_block) = 1;
   // Only for recurrent layers: packed sequences in a batch of one, as in linear_attention.
   ATTNPACK_OPTION(std::optional<at::Tensor>, cu_seqlens);
+
+ public:
+  // A Decoder sets this in a call without a cache: keys and values of these tokens, with gradients, that its layers
+  // share.
+  std::shared_ptr<SharedKeys> kv;
 };
 
 // The interface of an attention layer, as blocks use it.

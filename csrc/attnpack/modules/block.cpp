@@ -12,7 +12,7 @@ namespace attnpack {
 
 namespace {
 
-// What attention or the feed-forward gives, as the block adds it to x.
+// The output of attention or of the feed-forward, as the block adds it to x.
 template <typename Block>
 at::Tensor added(const Block& block, const at::Tensor& t) {
   const auto kept = dropped(t, block.dropout, block);

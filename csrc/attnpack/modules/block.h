@@ -34,11 +34,10 @@ struct DecoderInputsOf : OptionList<DecoderInputsOf<Cache>> {
   ATTNPACK_OPTION(std::shared_ptr<Cache>, cross_cache);
 
  public:
-  // What a stack gives its blocks: the cache of the layer whose keys the block reads, or, without caches, the keys
-  // themselves; and the input of the block's tail, [B, L, input_dim].
-  std::shared_ptr<KVCache> kv_from;
-  std::shared_ptr<SharedKeys> kv;
-  std::optional<at::Tensor> layer_input;
+  // A stack sets these.
+  std::shared_ptr<KVCache> kv_from;       // the cache of the layer whose keys the block reads
+  std::shared_ptr<SharedKeys> kv;         // these keys themselves, in a call without caches
+  std::optional<at::Tensor> layer_input;  // the input of the block's tail, [B, L, input_dim]
 };
 using DecoderBlockInputs = DecoderInputsOf<KVCache>;
 

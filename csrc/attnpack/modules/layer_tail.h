@@ -22,7 +22,7 @@ struct LayerTailOptions : OptionList<LayerTailOptions> {
   ATTNPACK_OPTION(Factory, factory);
 };
 
-// What stands behind the feed-forward of a layer of Gemma 4: scalar * (x + norm(projection(f(gate(x)) * input))), or
+// The tail of a layer of Gemma 4, behind its feed-forward: scalar * (x + norm(projection(f(gate(x)) * input))), or
 // scalar * x without an input. The scalar [1] is 1 at first and frozen.
 class LayerTailImpl : public LeafModule<LayerTailImpl>, public PartInterface {
  public:

@@ -16,8 +16,7 @@ namespace {
 template <typename Options>
 void check_norm(const Options& options) {
   check_size("dim", options.dim());
-  ATTNPACK_CHECK(options.eps() >= 0 && std::isfinite(options.eps()), "eps: got ", options.eps(),
-                 ", want a small number such as 1e-6");
+  check_eps("eps", options.eps());
 }
 
 }  // namespace

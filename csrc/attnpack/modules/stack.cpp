@@ -69,14 +69,25 @@ at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& 
   return dropped(h, dropout, *this);
 }
 
+namespace {
+
+// The dtype of the module's first float parameter, found without a list of all of them: each step asks.
+std::optional<at::ScalarType> float_type(const torch::nn::Module& module) {
+  for (const auto& parameter : module.parameters(/*recurse=*/false))
+    if (parameter.is_floating_point()) return parameter.scalar_type();
+  for (const auto& child : module.children())
+    if (const auto found = float_type(*child)) return found;
+  return std::nullopt;
+}
+
+}  // namespace
+
 template <typename Derived, typename Block>
 at::TensorOptions StackImpl<Derived, Block>::state_options() const {
   const at::Tensor table = embed_tokens ? embed_tokens->weight : at::Tensor();
   const auto device = table.defined() ? table.device() : at::Device(at::kCPU);
   if (table.defined() && !is_stored(table)) return table.options().requires_grad(false);
-  for (const auto& parameter : block(0).parameters())
-    if (parameter.is_floating_point()) return at::TensorOptions(device).dtype(parameter.scalar_type());
-  return at::TensorOptions(device).dtype(at::kFloat);
+  return at::TensorOptions(device).dtype(float_type(block(0)).value_or(at::kFloat));
 }
 
 template <typename Derived, typename Block>
@@ -107,10 +118,12 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   const auto run_layers = [&] {
     auto h = embed(name, x, inputs.positions(), cache ? past_lengths(cache->lengths(), x) : std::nullopt);
     const auto by_layer = layer_inputs ? std::make_optional(layer_inputs->forward(x, h)) : std::nullopt;
+    std::vector<std::optional<size_t>> sources;  // of the layers' keys
     std::vector<std::shared_ptr<SharedKeys>> shared(layers->size());
-    for (size_t i = 0; i < layers->size(); ++i)
-      if (const auto source = source_of(i); source && !cache && !shared[*source])
-        shared[*source] = std::make_shared<SharedKeys>();
+    for (size_t i = 0; i < layers->size(); ++i) {
+      const auto source = sources.emplace_back(source_of(i));
+      if (source && !cache && !shared[*source]) shared[*source] = std::make_shared<SharedKeys>();
+    }
     for (size_t i = 0; i < layers->size(); ++i) {
       auto block_inputs = DecoderBlockInputs()
                               .context(inputs.context())
@@ -119,7 +132,7 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
                               .kv_lens(inputs.kv_lens())
                               .context_mask(inputs.context_mask())
                               .context_lens(inputs.context_lens());
-      const auto source = source_of(i);
+      const auto source = sources[i];
       if (cache) block_inputs.cache(cache->layers()[i]);
       if (cache && source) block_inputs.kv_from = cache->layers()[*source];
       block_inputs.kv = shared[source.value_or(i)];

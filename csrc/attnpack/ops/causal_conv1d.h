@@ -12,7 +12,7 @@ namespace attnpack {
 // The options of a causal convolution. N: sequences, which are B or those of cu_seqlens. K: the taps of a channel.
 struct CausalConv1dOptions {
   TORCH_ARG(std::optional<at::Tensor>, bias);  // [C]
-  // Of the results: "silu", or none.
+  // The function that is applied to the results: "silu", or none.
   TORCH_ARG(std::optional<std::string>, activation);
   // The K - 1 inputs before the first tokens, the last one last, [N, C, K - 1]. None: zeros.
   TORCH_ARG(std::optional<at::Tensor>, initial_state);

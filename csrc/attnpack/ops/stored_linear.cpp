@@ -26,10 +26,9 @@ const StoredLayout& stored_layout(const char* name, const Tensor& weight) {
 }
 
 int64_t stored_inputs(const Tensor& weight) { return weight.size(1) * stored_layout("weight", weight).numbers; }
-const char* stored_format(const Tensor& weight) { return stored_layout("weight", weight).name; }
 
 void check_stored_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const int64_t inputs = weight.size(1) * stored_layout("weight", weight).numbers;
+  const int64_t inputs = stored_inputs(weight);
   const auto dtype = input.scalar_type();
   ATTNPACK_CHECK(is_element(dtype), "input has dtype ", dtype, ", wants a float dtype: call .float() on it");
   ATTNPACK_CHECK(input.dim() >= 1 && input.sym_size(-1) == inputs, "input has shape ", input.sym_sizes(),

@@ -14,8 +14,6 @@ namespace attnpack {
 bool is_stored(const at::Tensor& weight);
 // The numbers of a row of stored weights. Raises if the tensor is in none of the formats.
 int64_t stored_inputs(const at::Tensor& weight);
-// The name of its format, such as "Q4_K".
-const char* stored_format(const at::Tensor& weight);
 
 // input weight^T + bias, in the dtype of input. With round_input each 32 numbers of the input are rounded to 8 bits of
 // their largest one, and multiplied as integers; without it the weight is widened to the input's dtype, some rows at a

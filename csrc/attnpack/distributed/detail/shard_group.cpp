@@ -28,7 +28,7 @@ RankRows rows_of_share(int64_t size, int64_t dim, const Group& group) {
 
 void ShardGroup::keep(ParameterOwner& owner, const std::string& name, const at::Tensor& whole, int64_t dim,
                       RankRows rows) {
-  ATTNPACK_CHECK(!is_stored(whole), name, ": got stored weights (8 or 4 bits), which tensor parallelism cannot cut: ",
+  ATTNPACK_CHECK(!is_stored(whole), name, ": got stored weights, which tensor parallelism cannot cut: ",
                  "load the model with its weights expanded");
   places_.push_back({&owner, name, whole, {dim, rows.size, std::move(rows.of)}});
 }

@@ -3,7 +3,7 @@
 #include <attnpack/models/causal_lm.h>
 #include <attnpack/models/detail/hf_settings.h>
 
-// What the families of a file make of their settings; the rows of hf_families.cpp name these functions.
+// The functions that turn the settings of a family into options, file by file. The rows of hf_families.cpp name them.
 namespace attnpack {
 
 // hf_llama_relatives.cpp: RMSNorm, grouped attention and one feed-forward

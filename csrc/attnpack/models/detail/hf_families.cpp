@@ -79,8 +79,7 @@ void configure_gemma3(const HfSettings& config, Options& o) {
 
 void configure_phi3(const HfSettings& config, Options& o) {
   check_silu(config);
-  const auto part = hf_rotated_part(config);
-  if (part != 1) o.scores(ScoreSettings().rope_dim(static_cast<int64_t>(part * static_cast<double>(*o.head_dim()))));
+  set_rotated_part(config, o, 1);
   set_window(config, o, window_size(config, std::nullopt));
 }
 
@@ -148,14 +147,9 @@ void configure_gpt_oss(const HfSettings& config, Options& o) {
 
 void configure_qwen3_moe(const HfSettings& config, Options& o) {
   o.qk_norm(QkNorm(true).eps(o.eps()));
-  const char* count = config.has("num_local_experts") ? "num_local_experts" : "num_experts";
-  o.experts(experts(config, config.size("moe_intermediate_size", 768), count, 128, 8)
+  o.experts(experts(config, config.size("moe_intermediate_size", 768), count_of_experts(config), 128, 8)
                 .normalize(config.is_on("norm_topk_prob")));
-  const auto every = config.size("decoder_sparse_step", 1);
-  const auto dense = config.list_of_ints("mlp_only_layers");
-  set_dense_layers(o, [&](int64_t layer) {
-    return (layer + 1) % every != 0 || std::find(dense.begin(), dense.end(), layer) != dense.end();
-  });
+  set_dense_layers(o, dense_by_step(config));
   check_silu(config);
   config.get("max_window_layers");  // transformers does not use it here
   set_window(config, o, used_window(config));

@@ -31,9 +31,12 @@ bool slides(const CausalLMOptions& options, int64_t layer);
 // Layers without rotation. Where no layer rotates, it is an option of the model.
 void set_rotated_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& rotates);
 
-// Which layers are of one of two kinds by layer_types; none where it is absent.
+// Which layers are of one of two kinds by that setting; none where it is absent.
 std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view kind,
-                                                std::string_view other);
+                                                std::string_view other, const char* setting = "layer_types");
+
+// The layers' own settings, one for each layer.
+std::vector<LayerSettings>& layers_of(CausalLMOptions& options);
 
 // Which layers rotate by no_rope_layers (1 for those that do), or else all but each no_rope_layer_interval-th.
 std::vector<bool> rotated_layers(const HfSettings& config, int64_t layers);
@@ -47,6 +50,12 @@ void set_multipliers(const HfSettings& config, CausalLMOptions& options);
 
 // The growth of the scores of Ministral 3 and Mistral 4, whose numbers stand beside those of the RoPE.
 std::optional<QueryScale> log_query_scale(const HfSettings& config);
+
+// Whether a layer has the plain feed-forward by decoder_sparse_step and mlp_only_layers.
+std::function<bool(int64_t layer)> dense_by_step(const HfSettings& config);
+
+// The setting that says how many experts there are, under one of its two names.
+const char* count_of_experts(const HfSettings& config);
 
 // Layers with the plain feed-forward in a model with experts.
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& is_dense);

@@ -12,23 +12,40 @@ constexpr int64_t kMostExperts = 4096;  // so that a lie costs little; DeepSeek-
 }  // namespace
 
 std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view wanted_kind,
-                                                std::string_view other) {
-  const auto& kinds = config.get("layer_types");
+                                                std::string_view other, const char* setting) {
+  const auto& kinds = config.get(setting);
   if (kinds.is_null()) return std::nullopt;
   const auto is_kind = [](const Json& kind, std::string_view wanted) {
     const auto* word = kind.as<std::string>();
     return word && *word == wanted;
   };
-  const auto slides = [&](const Json& kind) { return is_kind(kind, wanted_kind); };
-  const auto is_known = [&](const Json& kind) { return slides(kind) || is_kind(kind, other); };
+  const auto is_wanted = [&](const Json& kind) { return is_kind(kind, wanted_kind); };
+  const auto is_known = [&](const Json& kind) { return is_wanted(kind) || is_kind(kind, other); };
   const auto* list = kinds.as<Json::List>();
   config.check(
       list && static_cast<int64_t>(list->size()) == layers && std::all_of(list->begin(), list->end(), is_known),
-      "layer_types in config.json is ", brief(shown(kinds)), ", wants '", other, "' or '", wanted_kind,
-      "' for each of ", layers, " layers");
+      setting, " in config.json is ", brief(shown(kinds)), ", wants '", other, "' or '", wanted_kind, "' for each of ",
+      layers, " layers");
   std::vector<bool> found(list->size());
-  std::transform(list->begin(), list->end(), found.begin(), slides);
+  std::transform(list->begin(), list->end(), found.begin(), is_wanted);
   return found;
+}
+
+std::vector<LayerSettings>& layers_of(CausalLMOptions& options) {
+  if (options.layer_settings().empty()) options.layer_settings().resize(options.num_layers());
+  return options.layer_settings();
+}
+
+std::function<bool(int64_t layer)> dense_by_step(const HfSettings& config) {
+  const auto every = config.size("decoder_sparse_step", 1);
+  const auto dense = config.list_of_ints("mlp_only_layers");
+  return [=](int64_t layer) {
+    return (layer + 1) % every != 0 || std::find(dense.begin(), dense.end(), layer) != dense.end();
+  };
+}
+
+const char* count_of_experts(const HfSettings& config) {
+  return config.has("num_local_experts") ? "num_local_experts" : "num_experts";
 }
 
 namespace {
@@ -36,11 +53,6 @@ namespace {
 // Whether each layer slides.
 std::optional<std::vector<bool>> sliding_layers(const HfSettings& config, int64_t layers) {
   return layers_of_kind(config, layers, "sliding_attention", "full_attention");
-}
-
-std::vector<LayerSettings>& layers_of(CausalLMOptions& options) {
-  if (options.layer_settings().empty()) options.layer_settings().resize(options.num_layers());
-  return options.layer_settings();
 }
 
 std::string activation(const HfSettings& config, const char* usual, const std::map<std::string, const char*>& known) {

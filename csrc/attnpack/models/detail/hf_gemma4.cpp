@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <map>
+#include <set>
 
 #include <attnpack/models/detail/hf_config.h>
 #include <attnpack/models/detail/hf_configure.h>
@@ -110,11 +111,11 @@ std::vector<HfPart> gemma4_parts(const std::string& name, const CausalLMOptions&
                              {"model.per_layer_projection_norm", "model.layer_inputs.projection_norm"}};
   const auto place = place_of(name, "model.layers.");
   if (place.module.empty() && place.parameter == "layer_scalar") return whole(place.layer + "tail.scalar");
-  for (int64_t i = 0; i < o.num_layers(); ++i) {
-    if (place.layer != c10::str("model.layers.", i, ".") || !o.layer_settings()[i].kv_from()) continue;
-    for (const char* unused : {"self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"})
-      if (place.module == unused) return {};  // older files have them; nothing reads them
-  }
+  static const std::set<std::string> keys{"self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm",
+                                          "self_attn.v_norm"};
+  // Older files have them for layers that read those of others; nothing reads them there.
+  for (int64_t i = 0; keys.contains(place.module) && i < o.num_layers(); ++i)
+    if (o.layer_settings()[i].kv_from() && place.layer == c10::str("model.layers.", i, ".")) return {};
   return renamed(name, place, names);
 }
 

@@ -18,26 +18,12 @@ using at::Tensor;
 using Options = CausalLMOptions;
 using Replacements = std::initializer_list<std::pair<std::string_view, std::string_view>>;
 
-// Which layers are of the kind `word` by layer_types, or else by `usual`; the others are full attention.
-std::vector<bool> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view word,
-                                 const std::function<bool(int64_t layer)>& usual) {
+// Which layers are recurrent by layer_types, or else by `usual`.
+std::vector<bool> recurrent_layers(const HfSettings& config, int64_t layers, std::string_view word,
+                                   const std::function<bool(int64_t layer)>& usual) {
+  if (const auto listed = layers_of_kind(config, layers, word, "full_attention")) return *listed;
   std::vector<bool> found(layers);
-  const auto& kinds = config.get("layer_types");
-  if (kinds.is_null()) {
-    for (int64_t layer = 0; layer < layers; ++layer) found[layer] = usual(layer);
-    return found;
-  }
-  const auto* list = kinds.as<Json::List>();
-  const auto is = [](const Json& kind, std::string_view wanted) {
-    const auto* text = kind.as<std::string>();
-    return text && *text == wanted;
-  };
-  config.check(list && static_cast<int64_t>(list->size()) == layers &&
-                   std::all_of(list->begin(), list->end(),
-                               [&](const Json& kind) { return is(kind, word) || is(kind, "full_attention"); }),
-               "layer_types in config.json is ", brief(shown(kinds)), ", wants ", in_quotes(std::string(word)),
-               " or 'full_attention' for each of ", layers, " layers");
-  for (int64_t layer = 0; layer < layers; ++layer) found[layer] = is((*list)[layer], word);
+  for (int64_t layer = 0; layer < layers; ++layer) found[layer] = usual(layer);
   return found;
 }
 
@@ -46,8 +32,8 @@ void set_recurrent_layers(Options& o, const RecurrentSettings& settings, const s
   if (count == 0) return;
   o.recurrent(settings);
   if (count == o.num_layers()) return;
-  if (o.layer_settings().empty()) o.layer_settings().resize(o.num_layers());
-  for (int64_t layer = 0; layer < o.num_layers(); ++layer) o.layer_settings()[layer].recurrent(recurrent[layer]);
+  auto& layers = layers_of(o);
+  for (int64_t layer = 0; layer < o.num_layers(); ++layer) layers[layer].recurrent(recurrent[layer]);
 }
 
 // Sizes of a GatedDeltaNet by the names that its families share.
@@ -67,26 +53,23 @@ void configure_qwen_hybrid(const HfSettings& config, Options& o) {
   config.refuse_if_set("attention_bias");  // the gate has no bias here
   for (const char* name : {"attn_output_gate", "mamba_ssm_dtype", "mtp_num_hidden_layers"}) config.get(name);
   o.head_dim(config.size("head_dim", 256)).norm("rms_plus_one").qk_norm(QkNorm(true).plus_one(true).eps(o.eps()));
-  const auto part = hf_rotated_part(config, 0.25);
-  o.scores(ScoreSettings().gate("element").rope_dim(static_cast<int64_t>(part * static_cast<double>(*o.head_dim()))));
+  o.scores(ScoreSettings().gate("element"));
+  set_rotated_part(config, o, 0.25);
   const auto every = config.size("full_attention_interval", 4);
   set_recurrent_layers(o, delta_settings(config, 16, 32, 128, 128),
-                       layers_of_kind(config, o.num_layers(), "linear_attention",
-                                      [=](int64_t layer) { return (layer + 1) % every != 0; }));
+                       recurrent_layers(config, o.num_layers(), "linear_attention",
+                                        [=](int64_t layer) { return (layer + 1) % every != 0; }));
 }
 
 void configure_qwen3_next(const HfSettings& config, Options& o) {
   configure_qwen_hybrid(config, o);
-  const auto every = config.size("decoder_sparse_step", 1);
-  const auto dense = config.list_of_ints("mlp_only_layers");
+  const auto is_dense = dense_by_step(config);
   const auto width = config.size("moe_intermediate_size", 512),
              shared = config.size("shared_expert_intermediate_size", 512);
   const bool normalize = config.is_on("norm_topk_prob", true);
   if (config.whole_number("num_experts", 512) == 0) return;
   o.experts(experts(config, width, "num_experts", 512, 10).normalize(normalize).shared_dim(shared).shared_gate(true));
-  set_dense_layers(o, [&](int64_t layer) {
-    return (layer + 1) % every != 0 || std::find(dense.begin(), dense.end(), layer) != dense.end();
-  });
+  set_dense_layers(o, is_dense);
 }
 
 void configure_olmo_hybrid(const HfSettings& config, Options& o) {
@@ -102,8 +85,8 @@ void configure_olmo_hybrid(const HfSettings& config, Options& o) {
   const auto key_heads = config.size("linear_num_key_heads", heads);
   const auto key_dim = config.size("linear_key_head_dim", std::max<int64_t>(3 * o.embed_dim() / (4 * key_heads), 1));
   const auto last = o.num_layers() - 1;
-  const auto recurrent = layers_of_kind(config, o.num_layers(), "linear_attention",
-                                        [=](int64_t layer) { return last < 3 ? layer != last : layer % 4 != 3; });
+  const auto recurrent = recurrent_layers(config, o.num_layers(), "linear_attention",
+                                          [=](int64_t layer) { return last < 3 ? layer != last : layer % 4 != 3; });
   set_recurrent_layers(o,
                        delta_settings(config, heads, heads, key_dim, 2 * key_dim)
                            .norm_eps(1e-5)
@@ -163,7 +146,7 @@ void configure_kimi_linear(const HfSettings& config, Options& o) {
                            .num_v_heads(heads)
                            .head_k_dim(dim)
                            .conv_kernel_size(size("short_conv_kernel_size", "linear_conv_kernel_dim", 4)),
-                       layers_of_kind(config, o.num_layers(), "linear_attention", [&](int64_t layer) {
+                       recurrent_layers(config, o.num_layers(), "linear_attention", [&](int64_t layer) {
                          return listed ? by_number[layer] : layer == 0 || layer % 4 != 0;
                        }));
 
@@ -176,16 +159,9 @@ void configure_kimi_linear(const HfSettings& config, Options& o) {
                 .num_groups(config.size("n_group", 1))
                 .top_groups(config.size("topk_group", 1))
                 .shared_dim(width * config.size("n_shared_experts", 1)));
-  const auto& kinds = config.get("mlp_layer_types");
-  const auto* list = kinds.as<Json::List>();
-  config.check(kinds.is_null() || (list && static_cast<int64_t>(list->size()) == o.num_layers()),
-               "mlp_layer_types in config.json is ", brief(shown(kinds)), ", wants 'dense' or 'sparse' for each of ",
-               o.num_layers(), " layers");
   const auto dense = config.whole_number("first_k_dense_replace", 1);
-  set_dense_layers(o, [&](int64_t layer) {
-    const auto* word = list ? (*list)[layer].as<std::string>() : nullptr;
-    return list ? word && *word == "dense" : layer < dense;
-  });
+  const auto listed_dense = layers_of_kind(config, o.num_layers(), "dense", "sparse", "mlp_layer_types");
+  set_dense_layers(o, [&](int64_t layer) { return listed_dense ? (*listed_dense)[layer] : layer < dense; });
 }
 
 void configure_lfm2(const HfSettings& config, Options& o) {
@@ -212,7 +188,7 @@ void configure_lfm2(const HfSettings& config, Options& o) {
                            .kind("gated_convolution")
                            .conv_kernel_size(config.size("conv_L_cache", 3))
                            .bias(config.is_on("conv_bias")),
-                       layers_of_kind(config, o.num_layers(), "conv", [&](int64_t layer) {
+                       recurrent_layers(config, o.num_layers(), "conv", [&](int64_t layer) {
                          return !all && std::find(attends.begin(), attends.end(), layer) == attends.end();
                        }));
 }

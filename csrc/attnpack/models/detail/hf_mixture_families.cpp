@@ -7,15 +7,8 @@
 namespace attnpack {
 
 namespace {
-
 using Options = CausalLMOptions;
-
-// The setting that says how many experts there are, under one of its two names.
-const char* count_of_experts(const HfSettings& config) {
-  return config.has("num_local_experts") ? "num_local_experts" : "num_experts";
 }
-
-}  // namespace
 
 // Each layer has a shared expert, which is the feed-forward where there are no others.
 void configure_granite_hybrid(const HfSettings& config, Options& o) {

@@ -91,7 +91,7 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
                                                        &config.get("original_max_position_embeddings"), &longest});
   RopeScaling scaling;
   scaling.rope_type(kind);
-  // What is read elsewhere, or says nothing about the rotation.
+  // Members that other code reads, or that say nothing about the rotation.
   constexpr std::array<std::string_view, 8> kElsewhere = {
       "type",  "rope_type", "rope_theta",          "partial_rotary_factor", "original_max_position_embeddings",
       "alpha", "finetuned", "llama_4_scaling_beta"};

@@ -65,7 +65,7 @@ OneLayer shapes_of_one_layer(const std::string& path, CausalLMOptions options, c
   return made;
 }
 
-// What the shapes of a layer depend on.
+// The settings on which the shapes of a layer depend.
 auto kind_of(const LayerSettings& layer) {
   return std::tuple(layer.experts(), layer.qk_norm(), layer.num_kv_heads(), layer.head_dim(), layer.hidden_dim(),
                     layer.keys_as_values(), layer.kv_from().has_value(), layer.recurrent(), layer.layout());

@@ -48,6 +48,10 @@ int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::option
   return embed_dim / num_heads;
 }
 
+void check_eps(const char* name, double eps) {
+  ATTNPACK_CHECK(eps >= 0 && std::isfinite(eps), name, ": got ", eps, ", want a small number such as 1e-6");
+}
+
 void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<std::vector<int64_t>>& head_map) {
   check_size("num_kv_heads", num_kv_heads);
   if (!head_map) {

@@ -20,6 +20,7 @@ void check_dropout(const char* name, double dropout);
 
 // Checks that a size of a module is at least 1.
 void check_size(const char* name, int64_t size);
+void check_eps(const char* name, double eps);  // of a norm
 
 // head_dim as given, else embed_dim / num_heads, which must be whole.
 int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::optional<int64_t>& head_dim);

@@ -147,9 +147,7 @@ Settings with_chunks(const Options& o, const at::Tensor& x, const AttentionInput
     c10::SymInt keys = inputs.kv_from() ? 0 : x.sym_size(1);
     if (held)
       keys = std::dynamic_pointer_cast<StaticCache>(held) ? c10::SymInt(*held->capacity()) : held->sym_len() + keys;
-    const auto& mask = settings.mask;
-    if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1) keys = mask->sym_size(-1);
-    settings.mask = mask_of_chunks(counted_positions(x, inputs), keys, *o.chunk(), mask);
+    settings.mask = mask_of_chunks(counted_positions(x, inputs), keys, *o.chunk(), settings.mask);
   }
   return settings;
 }

@@ -8,7 +8,7 @@
 
 namespace attnpack {
 
-// What a recurrent layer gives: its output, and the states after it.
+// The output of a recurrent layer, and the states after it.
 struct Recurred {
   at::Tensor out;
   RecurrentStates states;
@@ -27,12 +27,6 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
 // Refuses what a recurrent layer does not take, by whether it is given.
 void check_recurrent_call(const char* module, bool context, bool mask, bool not_causal, bool kv_from, bool key_index);
 
-// Refuses a cache of another kind.
-void check_recurrent_cache(const char* module, bool is_recurrent);
-
-// Checks the size of a short convolution and the eps of a norm.
-void check_short_convolution(int64_t conv_kernel_size);
-void check_eps(const char* name, double eps);
 // A size that has no default.
 int64_t required_size(const char* name, const std::optional<int64_t>& size);
 

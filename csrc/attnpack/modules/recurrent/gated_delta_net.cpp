@@ -17,7 +17,7 @@ void GatedDeltaNetImpl::reset() {
                  "; take a divisor, because each serves as many heads of values");
   const auto keys = o.num_k_heads() * required_size("head_k_dim", o.head_k_dim());
   const auto values = o.num_v_heads() * required_size("head_v_dim", o.head_v_dim());
-  check_short_convolution(o.conv_kernel_size());
+  check_size("conv_kernel_size", o.conv_kernel_size());
   check_eps("norm_eps", o.norm_eps());
   const auto linear = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, Linear(LinearOptions(in, out).bias(false).factory(o.factory())));

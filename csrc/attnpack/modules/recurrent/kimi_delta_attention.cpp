@@ -42,7 +42,7 @@ void KimiDeltaAttentionImpl::reset() {
   check_size("embed_dim", o.embed_dim());
   check_size("num_heads", o.num_heads());
   const auto dim = required_size("head_dim", o.head_dim()), width = o.num_heads() * dim;
-  check_short_convolution(o.conv_kernel_size());
+  check_size("conv_kernel_size", o.conv_kernel_size());
   check_eps("norm_eps", o.norm_eps());
   const auto child = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, linear(o, in, out));

@@ -19,7 +19,7 @@ struct ForgetGateOptions : OptionList<ForgetGateOptions> {
   ATTNPACK_OPTION(Factory, factory);
 };
 
-// What the decays of a KimiDeltaAttention are made of.
+// Computes the logits of the decays of a KimiDeltaAttention.
 class ForgetGateImpl : public LeafModule<ForgetGateImpl> {
  public:
   explicit ForgetGateImpl(ForgetGateOptions given) : options(std::move(given)) { reset(); }

@@ -14,10 +14,7 @@ void LinearAttentionImpl::reset() {
   check_size("decay_rank", o.decay_rank());
   check_settings(std::nullopt, 0.0, 0.0, o.scale());
   o.head_dim(resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim()));
-  ATTNPACK_CHECK(o.feature_map() == "identity" || o.feature_map() == "elu", "feature_map: got '", o.feature_map(),
-                 "', want 'identity' or 'elu'");
-  ATTNPACK_CHECK(o.decay() == "none" || o.decay() == "fixed" || o.decay() == "learned", "decay: got '", o.decay(),
-                 "', want 'none', 'fixed' or 'learned'");
+  check_linear_attend(o.feature_map(), o.decay());
   const auto width = o.num_heads() * *o.head_dim();
   const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias) {
     return register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));

@@ -5,8 +5,6 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/recurrent.h>
 
-#include <cmath>
-
 namespace attnpack {
 
 std::tuple<at::Tensor, at::Tensor> RecurrentModule::forward_with_weights(const at::Tensor&, const AttentionInputs&) {
@@ -29,10 +27,6 @@ void check_recurrent_call(const char* module, bool context, bool mask, bool not_
   refuse(key_index, "key_index", "which reads no keys; leave it out");
 }
 
-void check_recurrent_cache(const char* module, bool is_recurrent) {
-  ATTNPACK_CHECK(is_recurrent, "cache: got one for keys and values for ", module, ", want a RecurrentCache");
-}
-
 at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionInputs& inputs,
                        const StateShapes& shapes, const std::function<Recurred(const RecurrentInputs&)>& call) {
   check_recurrent_call(module, inputs.context() || inputs.value_context(), inputs.mask().has_value(),
@@ -44,7 +38,7 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
   given.kv_lens(inputs.kv_lens()).cu_seqlens(inputs.cu_seqlens());
   if (!inputs.cache()) return call(given).out;
   const auto cache = std::dynamic_pointer_cast<RecurrentCache>(inputs.cache());
-  check_recurrent_cache(module, cache != nullptr);
+  ATTNPACK_CHECK(cache, "cache: got one for keys and values for ", module, ", want a RecurrentCache");
   const auto& ends = inputs.cu_seqlens();
   const auto held = cache->states(ends ? ends->sym_size(0) - 1 : x.sym_size(0), shapes.conv, shapes.state);
   if (held.conv.defined()) given.conv_state(held.conv);
@@ -54,12 +48,6 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
     cache->advance(result.states, x.sym_size(1), ends ? std::make_optional(ends->diff()) : inputs.kv_lens());
     return result.out;
   });
-}
-
-void check_short_convolution(int64_t conv_kernel_size) { check_size("conv_kernel_size", conv_kernel_size); }
-
-void check_eps(const char* name, double eps) {
-  ATTNPACK_CHECK(eps >= 0 && std::isfinite(eps), name, ": got ", eps, ", want a small number such as 1e-6");
 }
 
 int64_t required_size(const char* name, const std::optional<int64_t>& size) {

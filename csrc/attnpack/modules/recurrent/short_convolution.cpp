@@ -42,7 +42,7 @@ void ShortConvolutionImpl::pretty_print(std::ostream& stream) const {
 void GatedConvolutionImpl::reset() {
   const auto& o = options;
   check_size("embed_dim", o.embed_dim());
-  check_short_convolution(o.conv_kernel_size());
+  check_size("conv_kernel_size", o.conv_kernel_size());
   const auto linear = [&](int64_t in, int64_t out) {
     return Linear(LinearOptions(in, out).bias(o.bias()).factory(o.factory()));
   };

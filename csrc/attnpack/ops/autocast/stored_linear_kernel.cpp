@@ -10,22 +10,20 @@ namespace {
 using at::Tensor;
 
 // As torch's linear: input and bias in autocast's dtype.
-Tensor cast_stored(const Tensor& x) {
+template <typename X>
+auto cast_stored(const X& x) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCPU), x, at::kCPU);
 }
 
 Tensor stored_linear_autocast(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                               std::optional<bool> round_input) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::AutocastCPU);
-  return stored_linear(cast_stored(input), weight, bias ? std::optional(cast_stored(*bias)) : std::nullopt,
-                       round_input);
+  return stored_linear(cast_stored(input), weight, cast_stored(bias), round_input);
 }
 
 std::vector<Tensor> stored_linears_autocast(const Tensor& input, at::TensorList weights, at::TensorList biases) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::AutocastCPU);
-  std::vector<Tensor> offsets;
-  for (const Tensor& bias : biases) offsets.push_back(cast_stored(bias));
-  return stored_linears(cast_stored(input), weights, offsets);
+  return stored_linears(cast_stored(input), weights, cast_stored(biases));
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ struct CausalConv1dBackward : torch::autograd::Node {
     const Tensor x = x_.unpack(), weight = weight_.unpack();
     const CausalConv1dArguments args = args_.unpack();
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_symint(x.sym_sizes(), x.options());
-    const std::optional<Tensor> grad_state = grads[1].defined() ? std::make_optional(grads[1]) : std::nullopt;
+    const std::optional<Tensor> grad_state = if_defined(grads[1]);
     auto [of_x, of_weight, of_bias, of_state] = causal_conv1d_backward_op(grad_out, grad_state, x, weight, args);
     return {of_x, of_weight, args.bias ? of_bias : Tensor(), args.initial_state ? of_state : Tensor()};
   }

@@ -26,7 +26,7 @@ struct LinearAttentionBackward : torch::autograd::Node {
     const LinearAttentionArguments args = args_.unpack();
     const Tensor grad_out =
         grads[0].defined() ? grads[0] : at::zeros_symint(linear_out_shape(query, value), query.options());
-    const std::optional<Tensor> grad_state = grads[1].defined() ? std::make_optional(grads[1]) : std::nullopt;
+    const std::optional<Tensor> grad_state = if_defined(grads[1]);
     auto [q, k, v, g, b, s] = linear_attention_backward_op(grad_out, grad_state, query, key, value, args);
     return {q, k, v, args.log_decay ? g : Tensor(), args.beta ? b : Tensor(), args.initial_state ? s : Tensor()};
   }

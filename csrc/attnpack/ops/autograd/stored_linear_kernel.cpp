@@ -12,7 +12,7 @@ using at::Tensor;
 
 void refuse_stored_gradients(const Tensor& x) {
   TORCH_CHECK(!wants_formula({&x}) && !torch::autograd::compute_requires_grad(x),
-              "attnpack: a layer of stored weights (8 or 4 bits) has no gradient, but its input or bias wants one. ",
+              "attnpack: a layer of stored weights has no gradient, but its input or bias wants one. ",
               "Compute under torch.no_grad(), or load the weights expanded to train them");
 }
 

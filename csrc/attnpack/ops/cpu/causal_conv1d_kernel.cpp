@@ -19,12 +19,11 @@ int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; 
 struct PreparedConvolution {
   CausalConv1dParams params{};
   Tensor x, weight, bias, initial_state;
-  std::vector<int64_t> ends, lens;
+  SequenceLengths lengths;
   double work;  // multiply-adds
 
   PreparedConvolution(const Tensor& given, const Tensor& taps, const CausalConv1dArguments& args)
-      : x(given.size(2) <= 1 || given.stride(2) == 1 ? given : given.contiguous()),
-        weight(taps.to(accumulation_type(given)).contiguous()) {
+      : x(unit_last_stride(given)), weight(taps.to(accumulation_type(given)).contiguous()) {
     CausalConv1dParams& p = params;
     p.length = given.size(1);
     p.channels = given.size(2);
@@ -43,26 +42,16 @@ struct PreparedConvolution {
       initial_state = rows_of_state(*args.initial_state);
       p.initial_state = initial_state.const_data_ptr();
     }
-    if (args.cu_seqlens) {
-      ends = read_ends(*args.cu_seqlens, p.length, "x");
-      p.ends = ends.data();
-    }
-    if (args.kv_lens) {
-      lens = read_lens(*args.kv_lens, p.length, "x");
-      p.kv_lens = lens.data();
-    }
-    p.sequences = args.cu_seqlens ? static_cast<int64_t>(ends.size()) - 1 : given.size(0);
+    lengths.read(p, args, given.size(0), "x");
     work = static_cast<double>(given.numel()) * static_cast<double>(p.taps);
   }
 
   // A state [N, C, K - 1] as the kernels read it, [N, K - 1, C].
   Tensor rows_of_state(const Tensor& state) const { return state.to(x.scalar_type()).transpose(1, 2).contiguous(); }
 
-  int64_t tokens(int64_t sequence) const {
-    return !ends.empty() ? ends[sequence + 1] - ends[sequence] : lens.empty() ? params.length : lens[sequence];
-  }
-  bool has_padding() const {
-    return std::any_of(lens.begin(), lens.end(), [&](int64_t length) { return length < params.length; });
+  // A result like x; padding gives 0.
+  Tensor empty_rows() const {
+    return lengths.has_padding() ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
   }
   Range channels(int64_t block) const {
     return {block * kConvChannels, std::min((block + 1) * kConvChannels, params.channels)};
@@ -73,17 +62,19 @@ CausalConv1dResult causal_conv1d_cpu(const Tensor& x, const Tensor& weight, cons
   check_causal_conv1d(x, weight, args);
   PreparedConvolution call(x, weight, args);
   CausalConv1dParams& p = call.params;
-  const Tensor out = call.has_padding() ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
+  const Tensor out = call.empty_rows();
   const Tensor state = empty_conv_state(conv_state_shape(x, weight, args), x.options());
   p.out = out.mutable_data_ptr();
   p.state = state.mutable_data_ptr();
   const int64_t blocks = pieces(p.channels, kConvChannels);
-  const int64_t chunks = std::max<int64_t>(pieces(p.length, kConvTokens), 1);  // a sequence without tokens has a state
+  int64_t longest = 1;  // a sequence without tokens has a state, too
+  for (int64_t n = 0; n < p.sequences; ++n) longest = std::max(longest, call.lengths.tokens(n));
+  const int64_t chunks = pieces(longest, kConvTokens);
   const Kernels& kernels = kernels_in_use();
   for_each_unit(p.sequences * blocks * chunks, call.work, kernels.causal_conv1d_scratch(p),
                 [&](int64_t unit, void* scratch) {
                   const int64_t sequence = unit / (blocks * chunks), begin = unit / blocks % chunks * kConvTokens;
-                  const int64_t count = call.tokens(sequence);
+                  const int64_t count = call.lengths.tokens(sequence);
                   if (begin > 0 && begin >= count) return;
                   kernels.causal_conv1d(p, sequence, {begin, std::min(begin + kConvTokens, count)},
                                         call.channels(unit % blocks), scratch);
@@ -99,7 +90,7 @@ CausalConv1dGradients causal_conv1d_backward_cpu(const Tensor& grad_out, const s
   const CausalConv1dParams& p = call.params;
   const Tensor upstream = grad_out.to(x.scalar_type()).contiguous();
   const Tensor last = grad_state ? call.rows_of_state(*grad_state) : Tensor();
-  const Tensor of_x = call.has_padding() ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
+  const Tensor of_x = call.empty_rows();
   const Tensor of_weight = at::empty({p.sequences, p.taps, p.channels}, call.weight.options());
   const Tensor of_bias = at::empty({p.sequences, p.channels}, call.weight.options());
   const Tensor of_state =

@@ -9,9 +9,14 @@
 namespace attnpack {
 namespace {
 
+// The instruction set that the user wants; null for none.
+const char* named_isa() {
+  const char* name = std::getenv("ATTNPACK_ISA");
+  return name && *name ? name : nullptr;
+}
+
 const Isa& choose_isa() {
-  const char* wanted = std::getenv("ATTNPACK_ISA");
-  if (wanted && !*wanted) wanted = nullptr;
+  const char* const wanted = named_isa();
   const Isa* best = nullptr;
   std::string names;
   for (const Isa& isa : kIsas) {
@@ -30,10 +35,10 @@ const Isa& chosen_isa() {
 
 // The last instruction set that is present, unless one is named.
 const Isa& choose_for_bytes() {
-  const char* named = std::getenv("ATTNPACK_ISA");
   const Isa* best = &chosen_isa();
+  if (named_isa()) return *best;
   for (const Isa& isa : kIsas)
-    if (isa.present && !(named && *named)) best = &isa;
+    if (isa.present) best = &isa;
   return *best;
 }
 

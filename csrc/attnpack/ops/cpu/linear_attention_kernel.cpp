@@ -18,7 +18,7 @@ namespace {
 struct PreparedRecurrence {
   LinearAttentionParams params{};
   Tensor query, key, value, log_decay, beta, initial_state;
-  std::vector<int64_t> ends, lens;
+  SequenceLengths lengths;
   int32_t positive_decays = 0;
   double work = 0;  // multiply-adds with the states
 
@@ -57,20 +57,8 @@ struct PreparedRecurrence {
       initial_state = args.initial_state->to(wide).contiguous();
       p.initial_state = initial_state.const_data_ptr();
     }
-    if (args.cu_seqlens) {
-      ends = read_ends(*args.cu_seqlens, p.length, "query");
-      p.ends = ends.data();
-    }
-    if (args.kv_lens) {
-      lens = read_lens(*args.kv_lens, p.length, "query");
-      p.kv_lens = lens.data();
-    }
-    p.sequences = args.cu_seqlens ? static_cast<int64_t>(ends.size()) - 1 : q.size(0);
+    lengths.read(p, args, q.size(0), "query");
     work = static_cast<double>(q.size(0)) * static_cast<double>(p.num_heads * p.length * p.head_dim * p.v_head_dim) * 3;
-  }
-
-  bool has_padding() const {
-    return std::any_of(lens.begin(), lens.end(), [&](int64_t length) { return length < params.length; });
   }
 };
 
@@ -78,7 +66,8 @@ struct PreparedRecurrence {
 [[noreturn]] void refuse_positive(const PreparedRecurrence& call) {
   double most = 0;
   for (int64_t b = 0; b < call.log_decay.size(0); ++b) {
-    const int64_t valid = call.lens.empty() ? call.params.length : call.lens[b];
+    const auto& lens = call.lengths.lens;
+    const int64_t valid = lens.empty() ? call.params.length : lens[b];
     if (valid > 0) most = std::max(most, call.log_decay[b].narrow(1, 0, valid).nan_to_num(0).max().item<double>());
   }
   ATTNPACK_CHECK(false, "log_decay: got ", most,
@@ -95,7 +84,7 @@ LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& ke
   const auto wide = query.options().dtype(accumulation_type(query));
   const Tensor out = empty_laid_as(query, linear_out_shape(query, value), query.options());
   const Tensor state = at::empty_symint(linear_state_shape(query, value, args), wide);
-  if (call.has_padding() || p.head_dim == 0) out.zero_();
+  if (call.lengths.has_padding() || p.head_dim == 0) out.zero_();
   if (p.head_dim == 0 || p.v_head_dim == 0) return {out, state};
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
@@ -116,7 +105,7 @@ LinearAttentionGradients linear_attention_backward_cpu(const Tensor& grad_out, c
   PreparedRecurrence call(query, key, value, args);
   const LinearAttentionParams& p = call.params;
   const auto wide = query.options().dtype(accumulation_type(query));
-  const bool zeros = call.has_padding() || p.head_dim == 0 || p.v_head_dim == 0;
+  const bool zeros = call.lengths.has_padding() || p.head_dim == 0 || p.v_head_dim == 0;
   const auto gradient = [&](const std::optional<Tensor>& x) {
     return !x ? Tensor() : zeros ? at::zeros(x->sizes(), wide) : at::empty(x->sizes(), wide);
   };

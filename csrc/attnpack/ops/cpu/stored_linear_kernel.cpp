@@ -46,11 +46,12 @@ Tensor widen_stored_cpu(const Tensor& given, at::ScalarType dtype) {
 
 // By weights that are widened part by part.
 Tensor multiply_widened(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto shape = input.sizes().vec();
-  shape.back() = weight.size(0);
-  const Tensor out = at::empty(shape, input.options());
   const int64_t outputs = weight.size(0), row_bytes = std::max<int64_t>(1, input.size(-1) * input.element_size());
   const int64_t step = std::max<int64_t>(64, kWidenedBytes / row_bytes);
+  if (outputs <= step) return attnpack::linear(input, widen_stored_cpu(weight, input.scalar_type()), bias);
+  auto shape = input.sizes().vec();
+  shape.back() = outputs;
+  const Tensor out = at::empty(shape, input.options());
   for (int64_t begin = 0; begin < outputs; begin += step) {
     const int64_t count = std::min(step, outputs - begin);
     const Tensor part = widen_stored_cpu(weight.narrow(0, begin, count), input.scalar_type());

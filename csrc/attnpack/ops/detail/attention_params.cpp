@@ -28,8 +28,8 @@ DType kernel_dtype(at::ScalarType dtype) {
 Strides kernel_strides(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
 
 Tensor unit_last_stride(const Tensor& t) {
-  if (t.size(3) <= 1 || t.stride(3) == 1) return t;
-  return t.is_cpu() && t.stride(2) == 1 ? contiguous_rows(t) : t.contiguous();
+  if (t.size(-1) <= 1 || t.stride(-1) == 1) return t;
+  return t.is_cpu() && t.stride(-2) == 1 ? contiguous_rows(t) : t.contiguous();
 }
 
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -3,10 +3,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
-// What the ops over sequences with a state have in common: checks of their arguments against the first one, and the
+// The common parts of the ops over sequences with a state: checks of their arguments against the first one, and the
 // lengths of the sequences.
 namespace attnpack {
 
@@ -36,6 +37,34 @@ c10::SymInt count_sequences(const std::optional<Tensor>& cu_seqlens, const Tenso
 // Their numbers, checked against the tokens of the first argument.
 std::vector<int64_t> read_ends(const Tensor& cu_seqlens, int64_t length, const char* first);
 std::vector<int64_t> read_lens(const Tensor& kv_lens, int64_t length, const char* first);
+
+// The lengths of a call's sequences, as numbers, to which the kernels' params point.
+struct SequenceLengths {
+  std::vector<int64_t> ends, lens;
+  int64_t length = 0;
+
+  // Fills the params' ends, kv_lens and sequences from the arguments; p.length is that of the first argument.
+  template <typename Params, typename Arguments>
+  void read(Params& p, const Arguments& args, int64_t batch, const char* first) {
+    length = p.length;
+    if (args.cu_seqlens) {
+      ends = read_ends(*args.cu_seqlens, length, first);
+      p.ends = ends.data();
+    }
+    if (args.kv_lens) {
+      lens = read_lens(*args.kv_lens, length, first);
+      p.kv_lens = lens.data();
+    }
+    p.sequences = args.cu_seqlens ? static_cast<int64_t>(ends.size()) - 1 : batch;
+  }
+
+  int64_t tokens(int64_t sequence) const {
+    return !ends.empty() ? ends[sequence + 1] - ends[sequence] : lens.empty() ? length : lens[sequence];
+  }
+  bool has_padding() const {
+    return std::any_of(lens.begin(), lens.end(), [this](int64_t tokens) { return tokens < length; });
+  }
+};
 
 // Whether a token stands after the end of its sequence, bool [B, L].
 Tensor padding_of(const Tensor& kv_lens, const c10::SymInt& length);

@@ -204,6 +204,12 @@ struct ConvBackwardScratch {
   }
 };
 
+// The sizes of the scratch do not depend on the lengths, and there may be no sequence to read one of.
+CausalConv1dParams without_lengths(CausalConv1dParams p) {
+  p.ends = p.kv_lens = nullptr;
+  return p;
+}
+
 // f(storage, accumulation). Kernels with pairs are never asked (isa_table.h).
 template <class F>
 void with_types(DType dtype, F&& f) {
@@ -214,7 +220,8 @@ void with_types(DType dtype, F&& f) {
 
 size_t causal_conv1d_scratch(const CausalConv1dParams& p) {
   Arena arena(nullptr);
-  with_types(p.dtype, [&](auto s, auto a) { ConvScratch<decltype(s), decltype(a)>(p, 0, {0, 0}, arena); });
+  const CausalConv1dParams sizes = without_lengths(p);
+  with_types(p.dtype, [&](auto s, auto a) { ConvScratch<decltype(s), decltype(a)>(sizes, 0, {0, 0}, arena); });
   return arena.used();
 }
 
@@ -227,8 +234,10 @@ void causal_conv1d(const CausalConv1dParams& p, int64_t sequence, Range tokens, 
 
 size_t causal_conv1d_backward_scratch(const CausalConv1dBackwardParams& bp) {
   Arena arena(nullptr);
+  CausalConv1dBackwardParams sizes = bp;
+  sizes.forward = without_lengths(bp.forward);
   with_types(bp.forward.dtype,
-             [&](auto s, auto a) { ConvBackwardScratch<decltype(s), decltype(a)>(bp, 0, {0, 0}, arena); });
+             [&](auto s, auto a) { ConvBackwardScratch<decltype(s), decltype(a)>(sizes, 0, {0, 0}, arena); });
   return arena.used();
 }
 
