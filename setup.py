@@ -55,7 +55,7 @@ class CMakeBuild(build_ext):
         settings = {
             "CMAKE_BUILD_TYPE": "Release",
             "Python_EXECUTABLE": sys.executable,
-            "ATTNPACK_TORCH_DIR": os.environ.get("ATTNPACK_TORCH_DIR") or find_torch(),
+            "ATTNPACK_TORCH_DIR": find_torch(),
             "ATTNPACK_PYTHON": "ON",
             "ATTNPACK_WHEEL": "ON" if wheel else "OFF",
         }

@@ -1,4 +1,4 @@
-"""Draws docs/images/model.svg: SmolLM2-135M on attnpack and on its rivals, on three machines.
+"""Draws docs/images/model.svg: SmolLM2-135M on attnpack and on its rivals, on two machines.
 
 python benchmarks/draw_model.py    from benchmarks/results/model*.txt, the stored runs of `attnpack bench model`
 """
@@ -12,7 +12,6 @@ PICTURE = ROOT / "docs/images/model.svg"
 MACHINES = {
     "Zen 5, AVX-512": "model.txt",
     "Zen 4, AVX-512": "model_zen4.txt",
-    "Zen 3, AVX2": "model_avx2.txt",
 }
 PEERS = {"transformers": "#e69f00", "llama.cpp": "#0072b2", "zentorch": "#009e73"}
 ROWS = {
@@ -90,7 +89,7 @@ def draw(tables: dict[str, dict]) -> str:
 
 def draw_stored() -> str:
     results = ROOT / "benchmarks/results"
-    return draw({machine: read(results / name) for machine, name in MACHINES.items() if (results / name).exists()})
+    return draw({machine: read(results / name) for machine, name in MACHINES.items()})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 pip builds in an environment of its own, which hides the user's packages. Listing torch as a build requirement would
 download gigabytes and might pick another torch than the one that runs; so this backend asks the interpreter, as the
-user would start it, where its torch is, and hands that folder to setup.py in ATTNPACK_TORCH_DIR.
+user would start it, where its torch is. setup.py asks the same function.
 """
 
 import os
@@ -22,7 +22,10 @@ _FIND = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule
 
 
 def find_torch() -> str:
-    """Folder of the torch to build against, seen from here or from outside pip's build environment; exits if none."""
+    """Folder of the torch to build against: that of ATTNPACK_TORCH_DIR, else the one seen from here or from outside
+    pip's build environment; exits if there is none."""
+    if given := os.environ.get("ATTNPACK_TORCH_DIR"):
+        return given
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     for environment in (None, outside):
         found = subprocess.run([sys.executable, "-c", _FIND], env=environment, text=True, stdout=subprocess.PIPE)
@@ -46,13 +49,3 @@ def get_requires_for_build_wheel(config_settings=None):
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
-
-
-def build_wheel(*args, **kwargs):
-    os.environ.setdefault("ATTNPACK_TORCH_DIR", find_torch())
-    return build_meta.build_wheel(*args, **kwargs)
-
-
-def build_editable(*args, **kwargs):
-    os.environ.setdefault("ATTNPACK_TORCH_DIR", find_torch())
-    return build_meta.build_editable(*args, **kwargs)

@@ -393,7 +393,7 @@ print(f"on {bench.conditions()}")
 # `attnpack compare` trains models that are equal in parameters, text and steps, for the variants that it knows by name
 # ([how to use it, and a stored run](../docs/howto/compare.md)). Its parts serve for any layer. Here two blocks of width
 # 64 learn to guess the next byte of Python's manual and sources, each with the same budget of steps, three times from
-# other seeds. What a layer of attention saves goes into the feed-forwards. The model is tiny, the budget short, and the
+# other seeds. The feed-forwards take the parameters that attention saves. The model is tiny, the budget short, and the
 # text easy: **this cannot say which variant is best**. It shows that each learns, and how large a difference must be
 # before it means something.
 

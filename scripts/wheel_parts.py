@@ -43,7 +43,7 @@ def requirement(minors: list[str]) -> str:
 
 
 def check(wheel: Path, torches: list[Path]) -> list[str]:
-    """What is wrong with the wheel."""
+    """The faults of the wheel."""
     with tempfile.TemporaryDirectory() as unpacked:
         zipfile.ZipFile(wheel).extractall(unpacked)
         package, wrong = Path(unpacked) / "attnpack", []

@@ -88,7 +88,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path, fix: str) -> dict[str, Any]:
-    """What `save_state` wrote, with its key "about"; raises ValueError with the `fix` for another file."""
+    """The state that `save_state` wrote, with its key "about"; raises ValueError with the `fix` for another file."""
     try:
         state = torch.load(path, weights_only=True)
         state["about"].items()

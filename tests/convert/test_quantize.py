@@ -1,6 +1,7 @@
 """Modules whose linear layers are rounded to 8 or 4 bits in place."""
 
 import copy
+import json
 from functools import partial
 
 import attnpack
@@ -139,6 +140,9 @@ def test_a_file_is_written_again(tmp_path, kind, bits, capsys):
     assert (after - before).norm() < (0.05 if bits == 8 else 0.6) * before.norm()
     stored = attnpack.CausalLM.from_gguf(out, weights="stored")
     assert (stored(IDS) - after).norm() < 0.03 * after.norm()
+    assert cli.main(["convert", str(source), str(tmp_path / "again.gguf"), "--to-gguf", kind, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["format"] == kind and report["bytes"] == (tmp_path / "again.gguf").stat().st_size
     assert cli.main(["convert", str(tmp_path), str(tmp_path / "x.gguf"), "--to-gguf", kind]) == 2
     assert "is a directory" in capsys.readouterr().err
     assert cli.main(["convert", str(source), str(source), "--to-gguf", kind]) == 2

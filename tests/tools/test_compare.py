@@ -166,7 +166,7 @@ TORCH_ALONE = """
 import sys
 for name in ("matplotlib", "tqdm", "transformers", "tokenizers", "safetensors", "gguf", "IPython"):
     sys.modules[name] = None  # importing it raises ImportError
-from attnpack.tools import busy, cli
+from attnpack.tools import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -182,7 +182,7 @@ def test_needs_torch_alone(text, tmp_path):
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-from attnpack.tools import busy, cli
+from attnpack.tools import cli
 from attnpack.tools.compare import runs
 runs.SAVE_EVERY = 0.05
 sys.exit(cli.main(sys.argv[1:]))

@@ -67,14 +67,30 @@ class Architecture:
         return {**_LLAMA, **self.names}
 
 
+def _rotated(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The first dims of a head that rotate, if not all do."""
+    dims = file.size("rope.dimension_count", config["head_dim"])
+    return {} if dims == config["head_dim"] else {"scores": {"rope_dim": dims}}
+
+
+def sliding_layers(file: GgufSettings, layers: int, period: int) -> list[bool]:
+    """Whether each layer has the window: the file lists it, or all but the last of each `period` do."""
+    pattern = file.setting("attention.sliding_window_pattern", period)
+    if isinstance(pattern, list):
+        if len(pattern) != layers or not all(type(slides) is bool for slides in pattern):
+            raise ValueError(
+                f"{file.path}: {file.arch}.attention.sliding_window_pattern is {pattern!r:.80}, wants True or False "
+                f"for each of {layers} layers"
+            )
+        return pattern
+    every = file.size("attention.sliding_window_pattern", period)
+    return [i % every != every - 1 for i in range(layers)]
+
+
 def _windows(file: GgufSettings, width: int, period: int) -> list[dict[str, Any]]:
-    """Settings by layer: the last of each `period` layers sees all tokens, the others the last `width`."""
-    layers = range(file.size("block_count"))
-    return [{"window": (-1, -1) if i % period == period - 1 else (width - 1, 0)} for i in layers]
-
-
-def _period(file: GgufSettings, usual: int) -> int:
-    return file.size("attention.sliding_window_pattern", usual)
+    """Settings by layer: those that slide see the last `width` tokens, the others all."""
+    slides = sliding_layers(file, file.size("block_count"), period)
+    return [{"window": (width - 1, 0) if each else (-1, -1)} for each in slides]
 
 
 def _gemma(file: GgufSettings, config: Mapping[str, Any], largest: int) -> dict[str, Any]:
@@ -94,7 +110,7 @@ def _gemma2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     options["scores"]["softcap"] = file.number("attn_logit_softcapping", 50.0)
     return options | {
         "final_softcap": file.number("final_logit_softcapping", 30.0),
-        "layer_settings": _windows(file, file.size("attention.sliding_window", 4096), _period(file, 2)),
+        "layer_settings": _windows(file, file.size("attention.sliding_window", 4096), 2),
     }
 
 
@@ -103,7 +119,7 @@ def _gemma3(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     if file.setting("final_logit_softcapping"):
         options["final_softcap"] = file.number("final_logit_softcapping")
     if file.setting("attention.sliding_window"):
-        layers = _windows(file, file.size("attention.sliding_window"), _period(file, 6))
+        layers = _windows(file, file.size("attention.sliding_window"), 6)
         base, scaling = file.number("rope.freq_base_swa", 10000.0), config["rope_scaling"]
         for layer in layers:
             whole = layer["window"] == (-1, -1)
@@ -113,8 +129,7 @@ def _gemma3(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    rotated = file.size("rope.dimension_count", config["head_dim"])
-    options: dict[str, Any] = {} if rotated == config["head_dim"] else {"scores": {"rope_dim": rotated}}
+    options, rotated = _rotated(file, config), file.size("rope.dimension_count", config["head_dim"])
     factors = {length: file.vector(f"rope_factors_{length}.weight", rotated // 2) for length in ("short", "long")}
     if factors["long"] is not None:
         options["rope_scaling"] = {
@@ -172,7 +187,7 @@ def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "scores": {"sinks": True},
         "experts": _plain_experts(file, normalize=True, **more),
-        "layer_settings": _windows(file, file.size("attention.sliding_window"), _period(file, 2)),
+        "layer_settings": _windows(file, file.size("attention.sliding_window"), 2),
         "mlp_bias": False,
     }
     if config["rope_scaling"] is not None:

@@ -6,32 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .gguf_families import _EXPERTS, _QKV, _SANDWICH, Architecture, _experts, _plain_experts
+from .gguf_families import (
+    _EXPERTS,
+    _QKV,
+    _SANDWICH,
+    Architecture,
+    _experts,
+    _plain_experts,
+    _rotated,
+    sliding_layers,
+)
 from .gguf_settings import GgufSettings
 
 _SHARED = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _OUTPUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FACTORS = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-
-
-def _rotated(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The first dims of a head that rotate, if not all do."""
-    dims = file.size("rope.dimension_count", config["head_dim"])
-    return {} if dims == config["head_dim"] else {"scores": {"rope_dim": dims}}
-
-
-def sliding_layers(file: GgufSettings, layers: int, period: int) -> list[bool]:
-    """Whether each layer has the window: the file lists it, or all but the last of each `period` do."""
-    pattern = file.setting("attention.sliding_window_pattern", period)
-    if isinstance(pattern, list):
-        if len(pattern) != layers or not all(type(slides) is bool for slides in pattern):
-            raise ValueError(
-                f"{file.path}: {file.arch}.attention.sliding_window_pattern is {pattern!r:.80}, wants True or False "
-                f"for each of {layers} layers"
-            )
-        return pattern
-    every = file.size("attention.sliding_window_pattern", period)
-    return [i % every != every - 1 for i in range(layers)]
 
 
 def windows_in_turns(

@@ -40,6 +40,11 @@ PARTS = {
 # (index, layer_type, supports_block_table, sliding_window, update, get_cache_for_block_table), and the keywords
 # read_index, write_index, cu_seq_lens_q and cu_seq_lens_k: no object has them before a batch runs, so the tests of
 # continuous batching ask for them.
+#
+# Recurrent layers: recurrent.py reads the decorator of hub_kernels that chooses an implementation, and the variables of
+# its closure (func_name, implementation, applicable_params, is_new_implementation); layers/recurrent.py a cache's
+# methods (is_recording_past, get_conv_state, get_recurrent_state, update_conv_state, update_recurrent_state).
+# Releases before 5.24 have other ones, so they are no parts to ask for; test_recurrent_functions asks for them.
 
 
 def _call(function: Callable) -> Callable:

@@ -134,7 +134,7 @@ class Block(NativeModule):
         return norm(x + self._added(layer(x)))
 
     def _added(self, x: Tensor) -> Tensor:
-        """What attention or the feed-forward gives, as the block adds it."""
+        """The output of attention or of the feed-forward, as the block adds it."""
         kept = dropped(x, self)
         return kept if self.residual_scale == 1 else kept * self.residual_scale
 

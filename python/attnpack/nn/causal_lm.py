@@ -18,7 +18,6 @@ from .attention import GroupedQueryAttention, MultiHeadLatentAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts
 from .kept_twin import generate_by_twin
-from .layer_tail import LayerInputTable, LayerTail
 from .linear import linear, project
 from .native import NativeModule, maker_of
 from .rope import RotaryEmbedding
@@ -72,7 +71,7 @@ class CausalLM(NativeModule):
             num_v_heads (the heads of a kind; default num_heads), num_k_heads, head_k_dim (the head_dim of a kind;
             default embed_dim / num_v_heads), head_v_dim, conv_kernel_size, norm_eps (default eps), allow_neg_eigval,
             bias, feature_map, decay. Its caches are RecurrentCaches, which cannot be cropped.
-        tail: what stands behind the feed-forward of each layer: a dict with `input_dim` and `vocab_size`, both None for
+        tail: the end of each layer, behind its feed-forward: a dict with `input_dim` and `vocab_size`, both None for
             a factor alone; see LayerTail and LayerInputTable (Gemma 4).
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
             v_head_dim, and optionally q_lora_rank, latent_norm, query_scale and path, as in MultiHeadLatentAttention,
@@ -140,30 +139,27 @@ class CausalLM(NativeModule):
         elif position_embedding == "sinusoidal":
             tables["embed_positions"] = fixed = table(max_positions).requires_grad_(False)
             fixed.weight.copy_(sinusoidal_positions(max_positions, embed_dim))
-        parts = twin.named_modules()
+        parts = dict(twin.named_modules().items())
         blocks = [
-            self._block(settings, parts[f"model.layers.{i}.self_attn"], **factory)
+            self._block(settings, parts[f"model.layers.{i}.self_attn"], parts.get(f"model.layers.{i}.tail"), **factory)
             for i, settings in enumerate(twin.resolved_layers())
         ]
-        if tail is not None and self.tail.get("input_dim") is not None:
-            rows = self.tail.get("vocab_size") or vocab_size
-            sizes = (rows, embed_dim, num_layers, self.tail["input_dim"])
-            tables["layer_inputs"] = LayerInputTable(*sizes, eps=eps, **factory)
+        if "model.layer_inputs" in parts:
+            tables["layer_inputs"] = maker_of(parts["model.layer_inputs"])(**factory)
         self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, dropout=dropout, **tables)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=head_bias, **factory)
         self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
-    def _block(self, settings: dict[str, Any], part: Any, **factory: Any) -> DecoderBlock:
-        """The block of a layer with these settings, in which nothing is left to the model's; part: the twin of its
-        attention."""
+    def _block(self, settings: dict[str, Any], attention: Any, tail: Any, **factory: Any) -> DecoderBlock:
+        """The block of a layer with these settings, in which nothing is left to the model's, and with the twins of its
+        attention and of its tail, if it has one."""
         shared = {name: getattr(self, name) for name in ("norm", "eps", "dropout", "residual_scale")}
         shared |= {"layout": settings["layout"], "kv_from": settings["kv_from"]}
-        if self.tail is not None:
-            own = {"input_dim": self.tail.get("input_dim"), "activation": self.activation, "eps": self.eps}
-            shared["tail"] = LayerTail(self.embed_dim, **own, **factory)
-        attention = maker_of(part)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
-        return DecoderBlock(attention, self._feed_forward(settings, **factory), **shared)
+        if tail is not None:
+            shared["tail"] = maker_of(tail)(**factory)
+        own = maker_of(attention)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
+        return DecoderBlock(own, self._feed_forward(settings, **factory), **shared)
 
     def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         rope = self._rope(settings)
@@ -179,9 +175,9 @@ class CausalLM(NativeModule):
             "qk_norm": self.qk_norm if settings["qk_norm"] else False,
             "keys_as_values": settings["keys_as_values"],
             "own_keys": settings["kv_from"] is None,
+            "chunk": settings["chunk"],
         }
         window = settings["window"] and tuple(settings["window"])
-        heads["chunk"] = settings["chunk"]
         return GroupedQueryAttention(
             self.embed_dim, self.num_heads, settings["num_kv_heads"], window=window, **heads, **scores, **shared
         )

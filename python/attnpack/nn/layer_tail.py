@@ -1,4 +1,4 @@
-"""What stands behind the feed-forward of a layer of Gemma 4, and the table of its inputs."""
+"""The tail of a layer of Gemma 4, and the table of its inputs."""
 
 from __future__ import annotations
 

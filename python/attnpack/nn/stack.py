@@ -260,7 +260,7 @@ class Decoder(_Stack):
             return self._finish(h)
 
     def _shared_keys(self, cache: ModelCache | None) -> list[KVCache | SharedKeys | None]:
-        """What each layer reads in place of keys of its own or, without a cache, where it puts them for others."""
+        """The keys that each layer reads in place of its own; without a cache also the place where it puts its own."""
         sources = [getattr(layer, "kv_from", None) for layer in self.layers]
         found: list[KVCache | SharedKeys | None] = [None] * len(sources)
         for i, source in enumerate(sources):

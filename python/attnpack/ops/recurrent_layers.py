@@ -1,4 +1,4 @@
-"""What recurrent layers compute after their projections.
+"""The mathematics of recurrent layers after their projections.
 
 B batch, L length, N sequences (B, or those of cu_seqlens), C channels, K taps of the short convolution, Hk and Hv heads
 of queries and keys, and of values, D and Dv their widths.

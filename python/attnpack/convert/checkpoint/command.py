@@ -14,7 +14,8 @@ from .to_gguf import write_gguf
 
 def main(args: argparse.Namespace) -> None:
     if args.to_gguf:
-        print("\n".join(write_gguf(args.source, args.out, args.to_gguf)))
+        written = write_gguf(args.source, args.out, args.to_gguf)
+        print(json.dumps(asdict(written)) if args.json else written)
         return
     request = Request(
         kv_heads=args.kv_heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +20,24 @@ _MOST_NUMBERS = 1 << 22  # that are widened at a time
 _NO_MATRICES = ("position_embd.weight", "ffn_gate_inp.weight", "rope_freqs.weight")
 
 
-def write_gguf(source: Path, out: Path, kind: str) -> list[str]:
-    """Writes the GGUF file `source` to `out`, with matrices in the format `kind` ("Q8_0" or "Q4_0"), and returns lines
-    about it. Vectors, and matrices whose rows are no multiple of 32, stay as they are.
+@dataclass(frozen=True)
+class GgufReport:
+    """A GGUF file that was written: the format of its matrices, and the bytes of both files."""
+
+    out: str
+    format: str
+    bytes_before: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        before, after = (size / 2**20 for size in (self.bytes_before, self.bytes))
+        return f"{self.out}: matrices in {self.format}, {before:.0f} -> {after:.0f} MiB, in {self.seconds:.1f} s"
+
+
+def write_gguf(source: Path, out: Path, kind: str) -> GgufReport:
+    """Writes the GGUF file `source` to `out`, with matrices in the format `kind` ("Q8_0" or "Q4_0"). Vectors, and
+    matrices whose rows are no multiple of 32, stay as they are.
 
     Raises ValueError, and leaves no output, for a directory, a damaged file and weights that are not finite.
     """
@@ -51,9 +67,8 @@ def write_gguf(source: Path, out: Path, kind: str) -> list[str]:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    sizes = [path.stat().st_size / 2**20 for path in (source, out)]
-    seconds = time.monotonic() - started
-    return [f"{out}: matrices in {kind}, {sizes[0]:.0f} -> {sizes[1]:.0f} MiB, in {seconds:.1f} s"]
+    before, after = (path.stat().st_size for path in (source, out))
+    return GgufReport(str(out), kind, before, after, time.monotonic() - started)
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:

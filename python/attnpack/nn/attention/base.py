@@ -173,9 +173,8 @@ class NativeAttention(NativeModule):
         if self.chunk is not None:
             if inputs.get("cross"):
                 checks.chunked_call(True)
-            mask = rules.get("mask")
-            columns = keys() if mask is None or mask.dim() == 0 or mask.size(-1) == 1 else mask.size(-1)
-            rules["mask"] = torch.ops.attnpack.mask_of_chunks(self._counted(query, past()), columns, self.chunk, mask)
+            counted = self._counted(query, past())
+            rules["mask"] = torch.ops.attnpack.mask_of_chunks(counted, keys(), self.chunk, rules.get("mask"))
         return rules
 
     def _query_scale(self, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor | None:

@@ -22,7 +22,8 @@ RECURRENT_CACHE = "an attnpack.RecurrentCache()"
 
 
 class States(NamedTuple):
-    """What a layer keeps of its sequences; None for a part that it does not have, and before the first call."""
+    """The memory that a layer has of its sequences. A part is None if the layer does not have it, and before the first
+    call."""
 
     conv: Tensor | None = None
     state: Tensor | None = None

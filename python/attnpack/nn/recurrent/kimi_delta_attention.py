@@ -13,8 +13,8 @@ from .base import RecurrentLayer, States
 
 
 class ForgetGate(NativeModule):
-    """What the decays of a KimiDeltaAttention are made of. Children f_a_proj, f_b_proj; parameters dt_bias [num_heads *
-    head_dim] and A_log [1, 1, num_heads, 1]."""
+    """Computes the logits of the decays of a KimiDeltaAttention. Children f_a_proj, f_b_proj; parameters dt_bias
+    [num_heads * head_dim] and A_log [1, 1, num_heads, 1]."""
 
     _cpp_class = cpp.ForgetGate
     f_a_proj: nn.Linear

@@ -36,7 +36,7 @@ _ONE_THREAD = 1_000_000  # parameters, below which a second thread costs more th
 
 @dataclass(frozen=True)
 class Request:
-    """What to compare, and where the results go."""
+    """The variants to compare, and where the results go."""
 
     variants: Sequence[str]
     scale: Scale
@@ -75,10 +75,10 @@ def compare(request: Request, say: Say) -> dict[str, Any]:
         record = Record(request.out, settings, _about(threads))
         _measure_all(request, record, text, parameters, say)
         entries = entries_of(record, parameters, request.seeds)
-        title = _title(request, text)
-        record.write({"title": title, "variants": as_dicts(entries), "guessing_loss": guessing_loss(text)})
+        title, guessing = _title(request, text), guessing_loss(text)
+        record.write({"title": title, "variants": as_dicts(entries), "guessing_loss": guessing})
         _write(request.out / "compare.svg", str(draw(entries, title, CONTEXT)))
-        _write(request.out / "compare.md", _page(title, entries, record, guessing_loss(text)))
+        _write(request.out / "compare.md", _page(title, entries, record, guessing))
         return json.loads(record.path.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""What decoding costs: the bytes of a cache, and the time of a step. Neither depends on the weights."""
+"""The cost of decoding: the bytes of a cache, and the time of a step. Neither depends on the weights."""
 
 from __future__ import annotations
 

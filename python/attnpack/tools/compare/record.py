@@ -41,7 +41,7 @@ class Run:
 
 
 class Record:
-    """What compare.json holds. Runs are keyed by variant and seed, as "mha/0"."""
+    """The content of compare.json. Runs are keyed by variant and seed, as "mha/0"."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """Reads the record of the folder, or begins one. Raises ValueError if it was made with other settings.
