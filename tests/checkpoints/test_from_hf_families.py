@@ -124,9 +124,11 @@ def test_every_setting_of_the_class_is_honoured_or_refused(name, directory_of, t
         return checkpoints.HfCheckpoint(str(tmp_path), None).config
 
     usual = options(config)
+    # transformers 5.17 writes partial_rotary_factor twice, and reads the one in rope_parameters only.
+    written_twice = set(config.get("rope_parameters") or {})
     dropped = []
     for key, value in config.items():
-        if key in HARMLESS | UNUSED.get(name, set()) | {"model_type"}:
+        if key in HARMLESS | UNUSED.get(name, set()) | written_twice | {"model_type"}:
             continue
         try:
             if options(config | {key: strange(value)}) == usual:

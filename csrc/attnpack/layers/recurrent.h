@@ -48,10 +48,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> delta_attend(const at::Tensor& mi
                                                             const DeltaWeights& weights, const DeltaSettings& settings,
                                                             const RecurrentInputs& inputs = {});
 
-// Linear attention of projected heads. feature_map: "identity", or "elu", elu(x) + 1 of queries and keys; then each
-// output is divided by the sum of its weights (Katharopoulos et al. 2020), and the state has that sum as one more
-// column. decay: "none"; "fixed", log(1 - 2^(-5 - h)) for head h (RetNet, Sun et al. 2023); or "learned", a sixteenth
-// of log sigmoid(decay_logits) per channel (GLA, Yang et al. 2024). -> (out [B, L, H * Dv], state)
+// feature_map: "identity", or "elu", elu(x) + 1 of queries and keys; then each output is divided by the sum of its
+// weights (Katharopoulos et al. 2020), and the state has that sum as one more column. decay: "none"; "fixed",
+// log(1 - 2^(-5 - h)) for head h (RetNet, Sun et al. 2023); or "learned", a sixteenth of log sigmoid(decay_logits) per
+// channel (GLA, Yang et al. 2024).
 struct LinearAttendSettings {
   int64_t num_heads;
   std::string feature_map = "identity", decay = "none";
@@ -60,6 +60,7 @@ struct LinearAttendSettings {
 // Raises for a word that is none of these.
 void check_linear_attend(std::string_view feature_map, std::string_view decay);
 
+// Linear attention of projected heads. -> (out [B, L, H * Dv], state)
 std::tuple<at::Tensor, at::Tensor> linear_attend(const at::Tensor& query,                        // [B, L, H * D]
                                                  const at::Tensor& key,                          // [B, L, H * D]
                                                  const at::Tensor& value,                        // [B, L, H * Dv]
