@@ -21,6 +21,12 @@ function(attnpack_all_isas names)
     if(ATTNPACK_COMPILER_HAS_AVX512_BF16)
       list(APPEND all avx512_bf16)
     endif()
+  elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+    list(APPEND all neon_dotprod)
+    check_cxx_compiler_flag(-march=armv8.2-a+dotprod+i8mm+bf16 ATTNPACK_COMPILER_HAS_NEON_BF16)
+    if(ATTNPACK_COMPILER_HAS_NEON_BF16)
+      list(APPEND all neon_bf16)
+    endif()
   endif()
   set(${names} ${all} PARENT_SCOPE)
 endfunction()
@@ -39,6 +45,9 @@ int main() {
   if (attnpack::has_avx2()) std::puts(\"avx2\");
   if (attnpack::has_avx512()) std::puts(\"avx512\");
   if (attnpack::has_avx512_bf16()) std::puts(\"avx512_bf16\");
+#elif defined(__aarch64__)
+  if (attnpack::has_neon_dotprod()) std::puts(\"neon_dotprod\");
+  if (attnpack::has_neon_bf16()) std::puts(\"neon_bf16\");
 #endif
 }
 ")
@@ -94,8 +103,10 @@ function(attnpack_add_kernels objects)
       endif()
     endforeach()
     foreach(isa ${all})  # in this order, whatever the order of the option
+      # Those that multiply pairs have the kernels for fp64 of the ones before them.
       if(isa STREQUAL "baseline" OR isa IN_LIST ATTNPACK_ISA_NAMES OR
-         (isa STREQUAL "avx512" AND "avx512_bf16" IN_LIST ATTNPACK_ISA_NAMES))  # which has its kernels for fp64
+         (isa STREQUAL "avx512" AND "avx512_bf16" IN_LIST ATTNPACK_ISA_NAMES) OR
+         (isa STREQUAL "neon_dotprod" AND "neon_bf16" IN_LIST ATTNPACK_ISA_NAMES))
         list(APPEND names ${isa})
       endif()
     endforeach()
@@ -112,6 +123,8 @@ function(attnpack_add_kernels objects)
   set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512)
   set(flags_avx512_bf16 ${flags_avx512} -mavx512bf16 -mavx512vnni)
   set(flags_avx512_bf16_emulated ${flags_avx512} -DATTNPACK_EMULATE_PAIRS)
+  set(flags_neon_dotprod -march=armv8.2-a+dotprod)
+  set(flags_neon_bf16 -march=armv8.2-a+dotprod+i8mm+bf16)
   set(definitions "")
   foreach(isa ${names})
     add_library(attnpack_${isa} OBJECT ${sources})

@@ -96,6 +96,19 @@ Strides contiguous(int64_t heads, int64_t rows, int64_t columns) {
   return {heads * rows * columns, rows * columns, columns, 1};
 }
 
+// A hash of the results of each kind of call, for scripts/check_arm.sh: FNV-1a.
+struct Bits {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  void add(Guarded& g) {
+    const auto* const bytes = static_cast<const unsigned char*>(g.data());
+    for (size_t i = 0; i < g.bytes(); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3ull;
+  }
+};
+struct AllBits {
+  Bits attention, layers, stored;
+};
+AllBits bits;
+
 int failures = 0;
 void expect(bool good, const char* isa, const char* what, int64_t n) {
   if (good) return;
@@ -319,6 +332,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   }
   // 16 bits: 2^-8 from rounding numbers below 2, as much again from rounding the weights of values below 2.
   expect(worst < (w == 2 ? 0.01 : 1e-3), isa, "out", n);
+  bits.attention.add(out);
   expect(worst_lse < 1e-3, isa, "lse", n);
   poison_a_key(isa, kernels, p, threads, out, lse, n);
   attend_together(isa, kernels, p, threads, n);
@@ -375,6 +389,7 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
     wanted += get(p.input, p.dtype, r * p.inputs + i) * get(p.weight, p.dtype, o * p.inputs + i);
   expect(std::fabs(get(p.out, p.dtype, r * p.outputs + o) - wanted) < (w == 2 ? 0.02 : 1e-4) * (1 + std::fabs(wanted)),
          isa, "linear", n);
+  bits.layers.add(out);
 
   RmsNormParams norm{};
   norm.dim = p.inputs, norm.dtype = p.dtype, norm.eps = 1e-6, norm.x = x.data(), norm.weight = weight.data();
@@ -399,6 +414,55 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
       error += std::pow(get(back.data(), p.dtype, r * p.inputs + i) - get(p.input, p.dtype, r * p.inputs + i), 2);
     expect(error <= (bits == 8 ? 1e-3 : 0.1) * squares, isa, "quantize_rows", n);
   }
+}
+
+// A linear layer on stored weights: the input is rounded, the weights are those that widen_stored_rows writes.
+void stored(const char* isa, const Kernels& kernels, int64_t n) {
+  const StoredLayout& layout = kStoredLayouts[n % 8];
+  const int64_t blocks = pick(1, 3);
+  StoredLinearParams p{};
+  p.rows = pick(1, 20), p.inputs = blocks * layout.numbers, p.outputs = kSizes[pick(0, 9)];
+  p.format = layout.format, p.dtype = static_cast<DType>(pick(1, 3)), p.row_bytes = blocks * layout.bytes;
+  const size_t w = width(p.dtype);
+  Guarded x(p.rows * p.inputs * w), weight(p.outputs * p.row_bytes), bias(p.outputs * w), out(p.rows * p.outputs * w);
+  Guarded rounded(p.rows * p.inputs / kRoundedBlock * static_cast<int64_t>(sizeof(RoundedBlock)));
+  fill(x, p.dtype), fill(bias, p.dtype);
+  auto* const bytes = static_cast<uint8_t*>(weight.data());
+  for (int64_t i = 0; i < p.outputs * blocks; ++i)
+    for (int64_t k = 0; k < layout.bytes; ++k) {
+      // Scales are numbers of 16 bits in [2^-7, 2^-5): at the end of Q6_K's blocks, at the beginning of all others.
+      const bool last = layout.format == StoredFormat::kQ6_K;
+      const bool upper = last ? k == layout.bytes - 1 : k == 1 || k == 3;
+      bytes[i * layout.bytes + k] = static_cast<uint8_t>(upper ? pick(0x20, 0x27) : pick(0, 255));
+    }
+  p.input = x.data(), p.weight = bytes, p.bias = n % 2 ? bias.data() : nullptr, p.out = out.data();
+  p.rounded = static_cast<RoundedBlock*>(rounded.data());
+  Guarded scratch((kernels.stored_linear_scratch(p) + 63) / 64 * 64 + 64);
+  kernels.round_input(p, {0, p.rows});
+  for (int64_t o = 0; o < p.outputs; o += kStoredOutputs)
+    kernels.stored_linear_rows(p, {0, p.rows}, {o, std::min(o + kStoredOutputs, p.outputs)}, scratch.data());
+
+  Guarded numbers(p.outputs * p.inputs * 4);
+  kernels.widen_stored_rows({p.inputs, p.format, DType::kFloat32, bytes, p.row_bytes, numbers.data()}, {0, p.outputs});
+  double worst = 0;
+  for (int64_t r = 0; r < p.rows; ++r)
+    for (int64_t o = 0; o < p.outputs; ++o) {
+      double wanted = p.bias ? get(p.bias, p.dtype, o) : 0, size = std::fabs(wanted);
+      for (int64_t b = 0; b < p.inputs; b += kRoundedBlock) {
+        double top = 0;
+        for (int64_t i = b; i < b + kRoundedBlock; ++i)
+          top = std::max(top, std::fabs(get(p.input, p.dtype, r * p.inputs + i)));
+        for (int64_t i = b; i < b + kRoundedBlock; ++i) {
+          const double weighed = get(numbers.data(), DType::kFloat32, o * p.inputs + i);
+          wanted += get(p.input, p.dtype, r * p.inputs + i) * weighed;
+          size += std::fabs(weighed) * top / 254;  // at most half a step
+        }
+      }
+      size += std::fabs(wanted) * (w == 2 ? 0x1p-8 : 0x1p-18);
+      worst = std::max(worst, std::fabs(get(p.out, p.dtype, r * p.outputs + o) - wanted) / size);
+    }
+  expect(worst <= 1.001, isa, "stored linear", n);
+  bits.stored.add(out);
 }
 
 // Linear attention: out and state are linear in the values and the initial state, so the products of these with their
@@ -504,13 +568,18 @@ int main(int count, char** arguments) {
       std::printf("%s: not on this CPU\n", isa.name);
       continue;
     }
+    bits = AllBits();
     for (int64_t n = 0; n < problems; ++n) {
+      generator.seed(static_cast<uint64_t>(n));  // so that every instruction set gets the same problems
       attend(isa.name, isa.kernels, n);
       few_rows(isa.name, isa.kernels, n);
+      stored(isa.name, isa.kernels, n);
       recurrent(isa.name, isa.kernels, n);
       convolve(isa.name, isa.kernels, n);
     }
-    std::printf("%s: %lld problems\n", isa.name, static_cast<long long>(problems));
+    std::printf("%s: %lld problems, attention %016llx, layers %016llx, stored %016llx\n", isa.name,
+                static_cast<long long>(problems), static_cast<unsigned long long>(bits.attention.hash),
+                static_cast<unsigned long long>(bits.layers.hash), static_cast<unsigned long long>(bits.stored.hash));
   }
   std::printf("%d failed\n", failures);
   return failures > 0;

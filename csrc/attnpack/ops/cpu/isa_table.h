@@ -85,6 +85,12 @@ inline const Isa kIsas[] = {
 #if defined(ATTNPACK_HAS_AVX512_BF16)
     {"avx512_bf16", has_avx512_bf16(), has_fast_pairs(), ATTNPACK_KERNELS(avx512_bf16, avx512)},
 #endif
+#if defined(ATTNPACK_HAS_NEON_DOTPROD)
+    {"neon_dotprod", has_neon_dotprod(), true, ATTNPACK_KERNELS(neon_dotprod, neon_dotprod)},
+#endif
+#if defined(ATTNPACK_HAS_NEON_BF16)
+    {"neon_bf16", has_neon_bf16(), true, ATTNPACK_KERNELS(neon_bf16, neon_dotprod)},
+#endif
 };
 
 #undef ATTNPACK_KERNELS

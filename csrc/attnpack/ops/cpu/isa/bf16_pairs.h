@@ -5,7 +5,9 @@
 // The matrix product on pairs of bf16: two terms per step, summed in fp32. It follows VDPBF16PS (Intel SDM). The second
 // product of a pair is added before the first; each product is exact, and each addition rounds to nearest even.
 // Subnormal operands count as 0, and a sum that becomes subnormal is 0. So results differ from those of widened numbers
-// by less than 2^-126 per term, and an operand below 2^-126 is lost. Both lie far below every tolerance.
+// by less than 2^-126 per term, and an operand below 2^-126 is lost. Both lie far below every tolerance. BFDOT adds both
+// products before the sum, and rounds both additions to odd (Arm Architecture Reference Manual, BFDotAdd): the last bit
+// of a sum may differ.
 namespace attnpack::ATTNPACK_ISA {
 
 using Pair = uint32_t;  // first number in the lower half, as two neighbours lie in memory
@@ -18,7 +20,7 @@ constexpr Pair kBothExcluded = 0x80008000u;  // -0.0 twice
 inline int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 inline Pair pair(BFloat16 first, BFloat16 second) { return first.bits | static_cast<Pair>(second.bits) << 16; }
 
-#if !defined(__AVX512BF16__)
+#if !defined(ATTNPACK_PAIR_INSTRUCTIONS)
 inline Vec<float> flushed(Vec<float> x) { return (x < 0.0f ? -x : x) < 0x1p-126f ? x * 0.0f : x; }  // NaN stays
 inline Vec<float> firsts(Vec<Pair> x) { return flushed(bit_cast<Vec<float>>(x << 16)); }
 inline Vec<float> seconds(Vec<Pair> x) { return flushed(bit_cast<Vec<float>>(x & 0xffff0000u)); }

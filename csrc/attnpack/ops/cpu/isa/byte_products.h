@@ -2,23 +2,31 @@
 
 #include <attnpack/ops/cpu/isa/simd.h>
 
-// Sums of products of bytes, by VPDPBUSD or, where the CPU lacks it, by VPMADDUBSW; and the bytes of several rows, side
-// by side. A vector has a lane of 32 bits per row.
+// Sums of products of bytes, by VPDPBUSD or, where the CPU lacks it, by VPMADDUBSW; on Arm by USDOT or SDOT. And the
+// bytes of several rows, side by side: a vector has a lane of 32 bits per row.
 namespace attnpack::ATTNPACK_ISA {
 
-#if !defined(__AVX2__)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+#define ATTNPACK_BYTE_PRODUCTS
+#endif
+
+#if !defined(ATTNPACK_BYTE_PRODUCTS)
 constexpr bool kByteProducts = false;
 #else
 constexpr bool kByteProducts = true;
-#if defined(__AVX512VNNI__)
-constexpr bool kWideCodes = true;  // whether unsigned codes of 8 bits may be multiplied
+// Whether unsigned codes of 8 bits may be multiplied: VPMADDUBSW has sums of 16 bits, SDOT wants signed codes.
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kWideCodes = true;
 #else
-constexpr bool kWideCodes = false;  // 16 bits hold two products of codes to 128, not of codes to 255
+constexpr bool kWideCodes = false;
 #endif
 
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
 typedef __m512 Floats;
+#elif defined(__aarch64__)
+typedef int32x4_t Bytes;
+typedef float32x4_t Floats;
 #else
 typedef __m256i Bytes;
 typedef __m256 Floats;
@@ -101,6 +109,29 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
   to[2] = _mm512_unpacklo_epi64(b, d);
   to[3] = _mm512_unpackhi_epi64(b, d);
 }
+#elif defined(__aarch64__)
+inline Floats all_of(float x) { return vdupq_n_f32(x); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+inline Floats lower_halves(Bytes a) { return vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(a))); }
+inline Bytes add_signed_products(Bytes sum, Bytes codes, Bytes x) {
+  return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(x));
+}
+inline Bytes add_products(Bytes sum, Bytes codes, Bytes x) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return vusdotq_s32(sum, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
+#else
+  return add_signed_products(sum, codes, x);
+#endif
+}
+inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
+  const auto row = [&](int i) { return load_bytes(p + i * stride); };
+  const int32x4x2_t a = vtrnq_s32(row(0), row(1)), b = vtrnq_s32(row(2), row(3));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    to[i] = vcombine_s32(vget_low_s32(a.val[i]), vget_low_s32(b.val[i]));
+    to[i + 2] = vcombine_s32(vget_high_s32(a.val[i]), vget_high_s32(b.val[i]));
+  }
+}
 #else
 inline Floats all_of(float x) { return _mm256_set1_ps(x); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
@@ -136,6 +167,12 @@ inline Floats upper_halves(Bytes a) { return lower_halves(shifted_right<16>(a));
 
 // Four bytes of each row.
 inline Bytes load_column(const uint8_t* p, int64_t stride) {
+#if defined(__aarch64__)
+  Words rows;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(reinterpret_cast<char*>(&rows) + 4 * i, p + i * stride, 4);
+  return Bytes(rows);
+#else
   const auto four = [&](int lane) {
     const auto at = [&](int i) {
       int32_t x;
@@ -149,6 +186,7 @@ inline Bytes load_column(const uint8_t* p, int64_t stride) {
   return _mm512_inserti32x4(_mm512_inserti32x4(low, four(2), 2), four(3), 3);
 #else
   return _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
+#endif
 #endif
 }
 #endif

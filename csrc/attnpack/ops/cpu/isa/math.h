@@ -8,7 +8,7 @@ namespace attnpack::ATTNPACK_ISA {
 constexpr float kInfinity = __builtin_inff();
 
 // The larger of x and least. NaN compares false, so it stays.
-#if !defined(__AVX512F__)
+#if !defined(__AVX512F__) && !defined(__aarch64__)
 inline Vec<float> at_least(Vec<float> x, float least) { return x < least ? broadcast(least) : x; }
 #endif
 

@@ -21,7 +21,7 @@ template <int Bits>
 constexpr int64_t kBlockBytes = code_bytes(Bits, kQuantizedBlock);
 
 inline float load_scale(const unsigned char* from) {
-#if defined(__F16C__)
+#if defined(ATTNPACK_HALF_INSTRUCTIONS)
   return half_at(from);
 #else
   Float16 stored;
@@ -33,7 +33,7 @@ inline float load_scale(const unsigned char* from) {
 // kLanes bytes as integers.
 template <class Byte>
 inline auto widen_bytes(const unsigned char* from) {
-#if defined(__F16C__)
+#if defined(ATTNPACK_HALF_INSTRUCTIONS)
   return widen(reinterpret_cast<const Byte*>(from));
 #else
   typedef Byte Bytes __attribute__((vector_size(kLanes<float>)));

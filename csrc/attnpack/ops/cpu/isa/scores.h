@@ -68,7 +68,7 @@ inline void add_mask(const S* mask, int64_t stride, int64_t count, T* s) {
 template <class T>
 inline void add_mask(const bool* mask, int64_t stride, int64_t count, T* s) {
   int64_t j = 0;
-#if defined(__AVX2__)  // compilers take the bools apart
+#if defined(ATTNPACK_HALF_INSTRUCTIONS)  // compilers take the bools apart
   if constexpr (sizeof(T) == sizeof(float))
     for (; stride == 1 && j + kLanes<T> <= count; j += kLanes<T>)
       store<T>(s + j, where(mask + j, load<T>(s + j), broadcast(T(-kInfinity))));

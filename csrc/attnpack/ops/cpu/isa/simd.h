@@ -3,8 +3,16 @@
 #include <cstdint>
 #include <utility>
 
+// Whether the file below has bf16 and fp16 as vectors, bytes as lanes, and products of pairs of bf16.
 #if defined(__F16C__)
 #include <attnpack/ops/cpu/isa/simd_x86.h>
+#define ATTNPACK_HALF_INSTRUCTIONS
+#elif defined(__aarch64__)
+#include <attnpack/ops/cpu/isa/simd_arm.h>
+#define ATTNPACK_HALF_INSTRUCTIONS
+#endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define ATTNPACK_PAIR_INSTRUCTIONS
 #endif
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -27,7 +35,7 @@ constexpr int kVectorBytes = 16;
 #endif
 
 // Whether bf16 is multiplied in pairs. The emulation is slower than widening: it is only for tests.
-#if defined(__AVX512BF16__) || defined(ATTNPACK_EMULATE_PAIRS)
+#if defined(ATTNPACK_PAIR_INSTRUCTIONS) || defined(ATTNPACK_EMULATE_PAIRS)
 constexpr bool kPairProducts = true;
 #else
 constexpr bool kPairProducts = false;
@@ -94,14 +102,14 @@ inline Vec<T> broadcast(T x) {
 }
 
 inline Vec<float> widen(VectorTypes<float>::Half half, BFloat16) {
-#if defined(__F16C__)
+#if defined(ATTNPACK_HALF_INSTRUCTIONS)
   return bfloat_to_float(half);
 #else
   return bit_cast<Vec<float>>(__builtin_convertvector(half, VectorTypes<float>::Bits) << 16);
 #endif
 }
 inline Vec<float> widen(VectorTypes<float>::Half half, Float16) {
-#if defined(__F16C__)
+#if defined(ATTNPACK_HALF_INSTRUCTIONS)
   return half_to_float(half);
 #else
   using Bits = VectorTypes<float>::Bits;

@@ -183,7 +183,7 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
       return x * factor / divisor;
   };
   int64_t d = 0;
-#if defined(__AVX512BF16__)
+#if defined(ATTNPACK_PAIR_INSTRUCTIONS)
   if constexpr (std::is_same_v<S, BFloat16>)
     for (; d + kLanes<T> <= p.v_head_dim; d += kLanes<T>)
       if (!store_rounded(out + d, finished(load<T>(values + d)))) break;

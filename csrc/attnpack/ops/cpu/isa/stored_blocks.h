@@ -83,7 +83,7 @@ inline void read_block(const uint8_t* p, float* to) {
   }
 }
 
-#if defined(__AVX2__)
+#if defined(ATTNPACK_BYTE_PRODUCTS)
 
 // Whether codes are multiplied as signed numbers: 8 bits that the CPU cannot multiply as unsigned ones.
 template <StoredFormat kFormat>

@@ -8,7 +8,7 @@ namespace attnpack::ATTNPACK_ISA {
 
 namespace {
 
-#if defined(__AVX2__)
+#if defined(ATTNPACK_BYTE_PRODUCTS)
 // Rows of the input and vectors of outputs whose sums stand in registers.
 constexpr int64_t kRowsTogether = kRegisters == 32 ? 6 : 2;
 #else
@@ -61,7 +61,7 @@ void round_block(const S* x, RoundedBlock& to) {
   to.half[1] = to.scale * sums[1];
 }
 
-#if defined(__AVX2__)
+#if defined(ATTNPACK_BYTE_PRODUCTS)
 constexpr int kVectors = 2;
 constexpr int64_t kOutputs = kVectors * kLanes<float>;  // of a panel
 #else
@@ -78,7 +78,7 @@ void store_outputs(const StoredLinearParams& p, Range rows, int64_t output, int6
   }
 }
 
-#if defined(__AVX2__)
+#if defined(ATTNPACK_BYTE_PRODUCTS)
 
 constexpr int64_t kPanelInputs = 512;  // most inputs of a panel
 constexpr int64_t kMostRowBytes = kPanelInputs / 32 * 34;
@@ -202,7 +202,7 @@ void multiply_rows(const Panel& panel, const RoundedBlock* x, int64_t rows, int6
       return by(std::integral_constant<int, 1>());
     case 2:
       return by(std::integral_constant<int, 2>());
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)  // kRegisters == 32
     case 3:
       return by(std::integral_constant<int, 3>());
     case 4:
