@@ -136,7 +136,7 @@ ids = tokenizer.encode(course.SENTENCE)
 words = [tokenizer.decode([token]) for token in ids]
 weights = plot_attention.lm_attention(model, torch.tensor([ids]))[13][0]
 
-# %% tags=["hide-input"] jupyter={"source_hidden": true}
+# %%
 figure, panels = plt.subplots(1, 3, figsize=(9, 3.3), dpi=110, layout="constrained", sharey=True)
 for panel, head in zip(panels, (6, 7, 8), strict=True):
     image = plot_attention.draw_weights(panel, weights[head], words, title=f"query head {head}")
@@ -477,7 +477,7 @@ for kv_heads in (8, 4, 2, 1):
     sizes[str(kv_heads)] = cache.nbytes
     assert cache.nbytes == 2 * seq * kv_heads * d_kv * 4
 
-# %% tags=["hide-input"] jupyter={"source_hidden": true}
+# %%
 figure, axes = plt.subplots(figsize=(5, 1.8), dpi=110, layout="constrained")
 bars = axes.barh(list(sizes), list(sizes.values()), color=BLUE)
 axes.bar_label(bars, padding=3)

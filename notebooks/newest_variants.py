@@ -139,7 +139,7 @@ sums = weights.sum(-1).mean((0, 2))
 print("plain lines against the module:", largest_difference(out, layer(x)))
 print("mean sum of a row's weights:", [f"{s:.2f}" for s in sums.tolist()])
 
-# %% tags=["hide-input"] jupyter={"source_hidden": true}
+# %%
 figure, panels = plt.subplots(1, 4, figsize=(9, 2.6), dpi=110, layout="constrained", sharey=True)
 for head, panel in enumerate(panels):
     title = f"sink {layer.sinks[head]:g}: rows sum to {sums[head]:.2f}"
