@@ -40,7 +40,9 @@ import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack import checkpoints, convert
+from attnpack.tools import course
 from attnpack.tools.compare import picture, report
+from attnpack.tools.plot.colours import BLUE, GREEN, ORANGE
 
 torch.manual_seed(0)
 weight = torch.randn(4 * 2, 3)  # 4 heads of 2 rows, embed_dim 3
@@ -77,8 +79,8 @@ for heads in (2, 1):
 # %% [markdown]
 # Two heads from these eight: nothing but rounding. One: a large change, because the two groups differ from each other.
 #
-# In a trained model heads differ, and the mean of two good keys need not be a good key. So let us see one, small enough
-# to train here: it reads bytes of Python's help topics.
+# In a trained model heads differ, and the mean of two good keys need not be a good key. To see how much is lost, we
+# train a small model here. It reads bytes of Python's help topics.
 
 # %%
 data = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
@@ -160,7 +162,9 @@ def over_seeds(prefix, figure):
 
 
 # Okabe and Ito's colours, and another line for each.
-METHODS = {"mean": ("#0072B2", "-o"), "first": ("#D55E00", "--s"), "random": ("#009E73", "-.^")}
+METHODS = {"mean": (BLUE, "-o"), "first": (ORANGE, "--s"), "random": (GREEN, "-.^")}
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), dpi=110, sharey=True, layout="constrained")
 for axes, heads in zip(panels, (4, 2, 1), strict=True):
     for method, (colour, line) in METHODS.items():
@@ -264,11 +268,12 @@ picture.draw(entries, compared["title"], 4096)
 #
 # It has 3 kv heads for 9 query heads. One head by each method, and latent attention of several ranks in place of its
 # layers: perplexity on the first 2,048 tokens of the help topics, 512 at a time (as `attnpack convert` measures it
-# too), at once, and for the single heads after 65 steps of distillation from the original, of 512 tokens each. The time
-# is of a step of the Python modules after 1,024 tokens, on the Xeon that is printed at the top of the figures. README
-# and the start of [kv_cache](kv_cache.ipynb) have times of C++ `generate` instead, on other machines. At this size the
-# time is spent on calls and projections, not on the cache, and a busy machine moves it: do not read an order of the
-# ranks out of it.
+# too), at once, and for the single heads after 65 steps of distillation from the original, of 512 tokens each.
+# (*aligned* rotates the heads to match each other before it takes their mean; the text below the table says how.) The
+# time is of a step of the Python modules after 1,024 tokens, on the Xeon that is printed at the top of the figures.
+# README and the start of [kv_cache](kv_cache.ipynb) have times of C++ `generate` instead, on other machines. At this
+# size the time is spent on calls and projections, not on the cache, and a busy machine moves it: do not read an order
+# of the ranks out of it.
 
 # %%
 print(f"{'SmolLM2-135M':24}{'perplexity':>14}{'uptrained':>12}{'steps':>8}{'KV bytes/token':>18}{'ms/token':>12}")
@@ -294,10 +299,10 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 # More rank helps less and less. Even a latent larger than the original's cache does not reach it: keys of all heads
 # share one rotated head, and no rank of the latent mends that.
 #
-# The other is *aligned*, which makes the difference among merged heads: scores do not change if a key head and the
-# queries that read it are rotated together, and outputs do not change if a value head is rotated and `o_proj` rotated
-# back. So before heads are averaged, they are rotated onto each other as well as a text's keys and values allow (keys
-# only within the planes that RoPE rotates). The mean of heads that point in the same directions loses far less:
+# The other is *aligned*, which makes the difference among merged heads. Scores do not change if a key head and the
+# queries that read it are rotated together. Outputs do not change if a value head is rotated and `o_proj` is rotated
+# back. So before heads are averaged, each is rotated to match the first as closely as possible, measured on a text.
+# (Keys may only turn within RoPE's planes.) The mean of heads that point in the same directions loses far less:
 
 # %%
 path = checkpoints.smollm2_path()
@@ -326,18 +331,33 @@ for method in ("mean", "first", "aligned"):
 # %% [markdown]
 # ## Summary
 #
+# (Words in quotes are those of the output that shows a comparison.)
+#
 # - Heads of a group become one: their mean, the first, a new one, or the mean after alignment.
-# - Equal heads lose nothing; different heads lose much at once.
+# - Equal heads lose nothing ("heads 0 to 3 equal, 4 to 7 equal; converted to 2 kv heads"); different heads lose much
+#   at once.
 # - A short training brings a part of it back, and more where more heads remain.
-# - Aligning heads before the mean costs no training, and loses far less.
+# - Aligning heads before the mean costs no training, and loses far less ("1 kv head by aligned").
 #
 # ## Exercises
 #
 # 1. Convert eight heads of which 0 and 4, 1 and 5, 2 and 6, 3 and 7 are equal to four, without loss.
 # 2. Why does a rotation of a key head and of its queries change nothing?
-# 3. How many bytes per token does the original SmolLM2 keep in fp32, and with one kv head?
+# 3. *Implement* the conversion by the mean: a `GroupedQueryAttention` of `groups` key-value heads from a
+#    `MultiHeadAttention` (both causal, without biases). The cell below checks it.
+
 
 # %%
+def make(layer, groups):
+    """Yours: the groups' heads are the means of consecutive heads of k_proj and v_proj."""
+
+
+print(course.check_to_groups(make))
+
+# %% [markdown]
+# The next cell has solutions. It is folded; try first.
+
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 layer = attnpack.MultiHeadAttention(64, 8, causal=True)
 with torch.no_grad():
@@ -350,8 +370,20 @@ with torch.no_grad():
 q, k = torch.randn(2, 1, 1, 6, 8).unbind(0)
 turn = torch.linalg.qr(torch.randn(8, 8)).Q
 print(f"2. scores differ by {(q @ k.mT - (q @ turn) @ (k @ turn).mT).abs().max():.1e}: (q R)(k R)^T = q R R^T k^T")
-print(f"3. {2 * 30 * 3 * 64 * 4:,} and {2 * 30 * 64 * 4:,}")
-assert cells["smollm2/original"]["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+
+
+def make(layer, groups):
+    made = attnpack.GroupedQueryAttention(layer.embed_dim, layer.num_heads, groups, causal=True)
+    weights = layer.state_dict()
+    for name in ("k_proj.weight", "v_proj.weight"):
+        heads = weights[name].unflatten(0, (groups, -1, layer.head_dim))  # [G, H / G, D, E]
+        weights[name] = heads.mean(1).flatten(0, 1)
+    made.load_state_dict(weights)
+    return made
+
+
+print("3.", course.check_to_groups(make))
+assert course.check_to_groups(make) == "right"
 
 # %% [markdown]
 # Next: [errata](errata.ipynb).

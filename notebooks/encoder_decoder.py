@@ -19,7 +19,7 @@
 # caches, and where shared key-value heads pay. *Runs in* about a minute.
 #
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (the architecture),
-# [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (grouped heads in the decoder alone). Symbols:
+# [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (grouped heads only in the decoder). Symbols:
 # [glossary](../docs/notebooks.md). `examples/cpp/encoder_decoder` does the same in C++.
 #
 # An **encoder** reads the whole source at once: no mask, every token sees every other. A **decoder** writes the target
@@ -27,20 +27,20 @@
 # keys and values from the encoder's output. This is a decoder block with it:
 
 # %%
-import statistics
-import time
+from functools import partial
 
 import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack.tools import bench
+from attnpack.tools.course import time_in_turn
 from attnpack.tools.plot import attention as plot_attention
 from attnpack.tools.plot import schematic
+from attnpack.tools.plot.colours import BLUE, ORANGE
 from torch import nn
 from torch.nn import functional
 
 torch.manual_seed(0)
-BLUE, ORANGE = "#0072B2", "#D55E00"
 schematic.block(cross=True)
 
 # %% [markdown]
@@ -169,6 +169,8 @@ for hook in hooks:
     hook.remove()
 weights = torch.stack(seen).mean(1)  # [layers, heads, 8, 8], mean over the words
 share = weights.flip(-1).diagonal(dim1=-2, dim2=-1).mean(-1)  # [layers, heads]
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(
     layers, heads, figsize=(8.5, 4.8), dpi=110, layout="constrained", sharex=True, sharey=True
 )
@@ -220,20 +222,15 @@ torch.set_num_threads(threads)
 # serves every row, and arithmetic limits its speed. So sharing should help the first and not the second. That is why
 # Ainslie et al. leave encoders as they are. Measured on 8 query heads of 64:
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 torch.set_num_threads(1)
 inputs = {}
 for groups in (8, 2, 1):
     inputs["encode 512 tokens", groups] = torch.randn(1, 8, 512, 64), torch.randn(2, 1, groups, 512, 64)
     inputs["decode over 16,384 keys", groups] = torch.randn(1, 8, 1, 64), torch.randn(2, 1, groups, 16384, 64)
-took = {name: [] for name in inputs}
+calls = {name: partial(attnpack.attention, q, k, v) for name, (q, (k, v)) in inputs.items()}
 with torch.no_grad():
-    for _ in range(60):  # in turn, so that a busy machine slows all of them
-        for name, (q, (k, v)) in inputs.items():
-            start = time.perf_counter()
-            attnpack.attention(q, k, v)
-            took[name].append(time.perf_counter() - start)
-took = {name: 1e3 * statistics.median(times) for name, times in took.items()}
+    took = time_in_turn(calls, 60)
 conditions = bench.conditions()
 torch.set_num_threads(threads)
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.6), dpi=110, layout="constrained")
@@ -265,8 +262,10 @@ assert gain["decode over 16,384 keys"] > 1.5 * gain["encode 512 tokens"]
 # 2. Shuffle the letters of a source, and shuffle the encoder's output in the same way instead. Does the decoder see the
 #    same? (Think of positions.)
 # 3. Give the decoder one wrong letter. Which of its later answers change?
+#
+# The next cell has solutions. It is folded; try first.
 
-# %%
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 per_word = 2 * layers * length * heads * (width // heads) * 4
 print(f"1. {per_word:,} bytes each; held for 1000 words: {cache.nbytes:,} and {cross.nbytes:,}")

@@ -43,9 +43,9 @@ import matplotlib.pyplot as plt
 import torch
 from attnpack.tools import memory
 from attnpack.tools.plot import attention as plot_attention
+from attnpack.tools.plot.colours import BLUE, ORANGE
 
 torch.manual_seed(0)
-BLUE, ORANGE = "#0072B2", "#D55E00"
 batch, length, num_heads, head_dim = 2, 10, 8, 16
 d_model = num_heads * head_dim
 
@@ -112,6 +112,7 @@ for name, error in errors.items():
     print(f"{name:<15} error of the view without transpose: {scientific(error)}")
 assert errors["MQA"] < 1e-6 and min(list(errors.values())[1:]) > 0.5
 
+# %%
 figure, axes = plt.subplots(figsize=(7, 2.6), dpi=110, layout="constrained")
 bars = axes.bar(list(errors), list(errors.values()), color=[BLUE] + 3 * [ORANGE])
 axes.bar_label(bars, [f"{error:.1f}" if error > 0.1 else scientific(error) for error in errors.values()], padding=2)
@@ -213,6 +214,8 @@ with torch.no_grad():
     for mine, theirs in zip((native.q_proj, native.k_proj, native.v_proj), projections, strict=True):
         mine.weight.copy_(theirs.weight)
     torch.testing.assert_close(native(x), out)
+
+# %%
 figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=110, layout="constrained")
 for panel, (name, weights) in zip(panels, pictures.items(), strict=True):
     image = plot_attention.draw_weights(panel, weights[0], title=f"softmax, {name}")
@@ -268,7 +271,7 @@ for name, context in (("decoder of an encoder-decoder", [source]), ("decoder-onl
 #
 # The third version has a causal mask for more than one query row, and a demo that feeds one token at a time. **Wrong**:
 # the demo shows that the mask works. It never builds one. **Wrong**: masking "wont work" for a single token, hence an
-# `if`. **Right**: with t tokens in the cache, row 0 stands at position t and may read all t + 1 keys: that mask is all
+# `if`. **Right**: with t tokens in the cache, row 0 is at position t and may read all t + 1 keys: that mask is all
 # False, and applying it is harmless.
 
 # %%
@@ -355,6 +358,8 @@ print(
     f"64 of them, / sqrt64: variance {summed.var():.3f}, kurtosis {kurtosis(summed):.2f}, by the rule {3 + 6 / 64:.2f}"
 )
 assert abs(kurtosis(product) - 9) < 0.5 and abs(product.var() - 1) < 0.01
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7, 3), dpi=110, layout="constrained")
 bins = torch.linspace(-12, 12, 241).tolist()
 axes.hist(a[:500_000].numpy(), bins, density=True, histtype="step", color=BLUE, label="a normal: kurtosis 3")
@@ -484,15 +489,17 @@ with torch.no_grad():
 # ## Summary
 #
 # - Shapes that fit prove little: views, masks and softmax dimensions go wrong silently.
-# - One test finds most of these: compare values with a plain version, at sizes that all differ.
+# - One test finds most of these: compare values with a plain version, with all dimensions different.
 #
 # ## Exercises
 #
 # 1. Write a test that finds a view without a transpose.
 # 2. Write a test that finds a softmax over the wrong dimension without looking at the code.
 # 3. Write a test that finds a mask with the wrong meaning of True.
+#
+# The next cell has solutions. It is folded; try first.
 
-# %%
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first: each prints the difference between right and wrong.
 x = torch.randn(1, 6, 64)
 with torch.no_grad():

@@ -14,8 +14,9 @@
 # %% [markdown]
 # # Grouped-query attention: between all heads and one
 #
-# *You need* [multi_query_attention](multi_query_attention.ipynb). *You learn* what groups of heads share, what that
-# saves in bytes and in time, and how groups may be uneven. *Runs in* half a minute.
+# *You need* [positions](positions.ipynb) and [multi_query_attention](multi_query_attention.ipynb). *You learn* the
+# formulas of MHA, MQA and GQA, what groups of heads share, what that saves in bytes and in time, and how groups may be
+# uneven. *Runs in* half a minute.
 #
 # Sources: [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (the method),
 # [Shazeer 2019](https://arxiv.org/abs/1911.02150) (one group). Symbols: [glossary](../docs/notebooks.md).
@@ -26,22 +27,18 @@
 # sets, each read by a group of query heads. G = H *is* MHA, G = 1 *is* MQA.
 
 # %%
-import statistics
-import time
+import functools
+import math
 
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack.tools import bench
+from attnpack.tools import bench, course
+from attnpack.tools.course import largest_difference, time_in_turn
 from attnpack.tools.plot import schematic
+from attnpack.tools.plot.colours import BLUE, ORANGE
 
 torch.manual_seed(0)
-BLUE, ORANGE = "#0072B2", "#D55E00"
-
-
-def largest_difference(a, b):
-    gap = (a - b).abs().max().item()
-    return f"{gap:.1e}" if gap else "0"
 
 
 schematic.beside(
@@ -51,6 +48,49 @@ schematic.beside(
         schematic.grouping([0] * 8, title="MQA, G = 1"),
     ]
 )
+
+# %% [markdown]
+# ## The formulas
+#
+# For a text X of $\ell$ tokens as rows, `[l, d_model]`, with H heads of $d = d_\text{model} / H$ numbers and G groups:
+#
+# $$Q = X W_q \in \mathbb{R}^{\ell \times H d}, \qquad K = X W_k \in \mathbb{R}^{\ell \times G d}, \qquad
+# V = X W_v \in \mathbb{R}^{\ell \times G d}$$
+#
+# Each is cut into heads: Q to `[H, l, d]`, K and V to `[G, l, d]`. Query head h belongs to group
+# $g(h) = \lfloor h\, G / H \rfloor$, so each group has H / G heads, one after the other. Then
+#
+# $$\text{head}_h = \text{softmax}\left(\frac{Q_h K_{g(h)}^\top}{\sqrt{d}}\right) V_{g(h)}, \qquad
+# \text{out} = [\text{head}_1, \dots, \text{head}_H]\, W_o$$
+#
+# With G = H this is multi-head attention, with G = 1 multi-query attention. A model that writes has one query per
+# head, that of the newest token t, and reads the keys and values of all tokens up to it:
+#
+# $$q_t = x_t W_q \in \mathbb{R}^{1 \times H d}, \qquad
+# \text{head}_{h,t} = \text{softmax}\left(\frac{q_{t,h} K_{g(h)}^\top}{\sqrt{d}}\right) V_{g(h)}$$
+#
+# In code, between the projections and $W_o$. `repeat_interleave` gives each group's head to all its queries:
+
+
+# %%
+def grouped_attention(q, k, v, num_heads, groups):
+    batch, length, d_model = q.shape
+    head_dim = d_model // num_heads
+    q = q.view(batch, length, num_heads, head_dim).transpose(1, 2)
+    k = k.view(batch, -1, groups, head_dim).transpose(1, 2).repeat_interleave(num_heads // groups, dim=1)
+    v = v.view(batch, -1, groups, head_dim).transpose(1, 2).repeat_interleave(num_heads // groups, dim=1)
+    weights = (q @ k.transpose(-2, -1) / math.sqrt(head_dim)).softmax(dim=-1)
+    return (weights @ v).transpose(1, 2).reshape(batch, length, d_model)
+
+
+q, one = torch.randn(2, 10, 64), torch.randn(2, 1, 64)
+for name, groups in (("MHA", 8), ("GQA", 2), ("MQA", 1)):
+    k, v = torch.randn(2, 2, 10, groups * 8).unbind(0)
+    native = attnpack.ProjectedAttention(8, groups, 8)
+    whole = largest_difference(grouped_attention(q, k, v, 8, groups), native(q, k, v))
+    last = largest_difference(grouped_attention(one, k, v, 8, groups), native(one, k, v))
+    print(f"{name}, G = {groups}: plain against native {whole}; one query {last}")
+    torch.testing.assert_close(grouped_attention(q, k, v, 8, groups), native(q, k, v))
 
 # %% [markdown]
 # ## From H to 1
@@ -95,11 +135,11 @@ with torch.no_grad():
 
 # %% [markdown]
 # The gain: one query per head over a long cache, as when a model writes. The work is the same for every G (8 query
-# heads over 16k keys); only the number of bytes that must be read changes. Times are medians of many calls on one
-# thread, because two threads on a busy machine wait for each other. The dotted line is the time of the work alone: G =
-# 1 over few keys, which stay in the processor's cache, repeated until they make 16k keys.
+# heads over 16k keys); only the number of bytes that must be read changes. Times are the shortest of many calls on one
+# thread, because two threads on a busy machine wait for each other. The dotted line is the arithmetic without memory:
+# 1,024 keys that fit the processor's cache, sixteen times.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 length, few = 16384, 1024
 threads = torch.get_num_threads()
 torch.set_num_threads(1)
@@ -109,15 +149,13 @@ with torch.no_grad():
         for groups in (8, 4, 2, 1)
     }
     inputs["work"] = (torch.randn(1, num_heads, 1, head_dim), *torch.randn(2, 1, 1, few, head_dim).unbind(0))
-    measured = {name: [] for name in inputs}
-    for _ in range(200):  # in turn, so that a busy machine slows all of them
-        for name, (q, k, v) in inputs.items():
-            repeats = length // few if name == "work" else 1
-            start = time.perf_counter()
-            for _ in range(repeats):
-                attnpack.attention(q, k, v)
-            measured[name].append(time.perf_counter() - start)
-times = {name: 1e3 * statistics.median(each) for name, each in measured.items()}
+
+    def step(name, q, k, v):
+        for _ in range(length // few if name == "work" else 1):
+            attnpack.attention(q, k, v)
+
+    calls = {name: functools.partial(step, name, *tensors) for name, tensors in inputs.items()}
+    times = time_in_turn(calls, 200)
 work, conditions = times.pop("work"), bench.conditions()
 torch.set_num_threads(threads)
 names = [str(groups) for groups in times]
@@ -127,7 +165,7 @@ panels[0].bar_label(bars, fmt="%.0f", padding=3)
 panels[0].set(xlabel="keys and values (MiB)", title="What one decode step reads: 16384 keys, fp32")
 bars = panels[1].barh(names, list(times.values()), color=ORANGE)
 panels[1].bar_label(bars, fmt="%.2f", padding=3)
-panels[1].axvline(work, color="black", linestyle=":", label="the work alone")
+panels[1].axvline(work, color="black", linestyle=":", label="arithmetic without memory")
 panels[1].legend(loc="lower right", fontsize=8)
 panels[0].set_ylabel("key-value heads (G)")
 panels[1].set(xlabel="time (ms)", title="Time of the step")
@@ -172,9 +210,9 @@ except ValueError as error:
 # %% [markdown]
 # ## Attention without projections
 #
-# `ProjectedAttention` is the part without parameters, for q, k and v that already exist: `[batch, length, heads *
-# head_dim]`, heads side by side. MQA takes k and v of width `head_dim`, GQA of `groups * head_dim`. With a
-# `RotaryEmbedding` it rotates queries and keys first.
+# `ProjectedAttention`, which was used above, is the part without parameters, for q, k and v that already exist:
+# `[batch, length, heads * head_dim]`, heads side by side. MQA takes k and v of width `head_dim`, GQA of
+# `groups * head_dim`. With a `RotaryEmbedding` it rotates queries and keys first.
 
 # %%
 groups = 2
@@ -196,9 +234,56 @@ except ValueError as error:
     print("a wrong width:", str(error).split("\n")[0])
 
 # %% [markdown]
-# The notebook [positions](positions.ipynb) shows how `rope` works, and how it behaves past the trained length.
+# ### With NTK-aware and dynamic scaling
+#
+# The notebook [positions](positions.ipynb) explains the scalings of RoPE for texts that are longer than those of the
+# training. Public code often has two flags for them, `ntk_rope_scaling` and `dyn_scaling`. Here they are settings of
+# the `RotaryEmbedding`, and attention does not know of them:
+
+
+# %%
+def projected(num_heads, groups, d_model, context_length, ntk_rope_scaling=False, dyn_scaling=False, factor=4.0):
+    """MQA or GQA on projected q, k, v, by the names and flags of such code."""
+    kind = "dynamic" if dyn_scaling else "ntk" if ntk_rope_scaling else None
+    scaling = {"rope_type": kind, "factor": factor} if kind else None
+    rope = attnpack.RotaryEmbedding(d_model // num_heads, max_positions=context_length, scaling=scaling)
+    return attnpack.ProjectedAttention(num_heads, groups, d_model // num_heads, causal=True, rope=rope)
+
+
+def rotated_by_hand(x, heads, base):
+    """The heads of x [B, L, heads * D], rotated with this base."""
+    x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    first, second = x.chunk(2, dim=-1)
+    half = first.shape[-1]
+    angles = torch.arange(x.shape[2])[:, None] * base ** (-torch.arange(half) / half)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+context, d = 64, 16
+flags = {"no scaling": {}, "ntk": {"ntk_rope_scaling": True}, "dynamic": {"dyn_scaling": True}}
+for groups in (1, 2):
+    for name, chosen in flags.items():
+        for length in (64, 256):
+            q, k, v = torch.randn(1, length, 8 * d), *torch.randn(2, 1, length, groups * d).unbind(0)
+            out = projected(8, groups, 8 * d, context, **chosen)(q, k, v)
+            stretch = {"ntk": 4.0, "dynamic": max(1, 4.0 * length / context - 3.0)}.get(name, 1.0)
+            base = 10000.0 * stretch ** (d / (d - 2))
+            heads = rotated_by_hand(q, 8, base), rotated_by_hand(k, groups, base)
+            value = v.unflatten(-1, (groups, -1)).transpose(1, 2)
+            hand = attnpack.attention(*heads, value, causal=True).transpose(1, 2).flatten(2)
+            gap = largest_difference(out, hand)
+            print(
+                f"G = {groups}, {name:<10} {length:>3} tokens: base {base:>9,.0f}, against the rotation by hand {gap}"
+            )
+            torch.testing.assert_close(out, hand, atol=1e-4, rtol=1e-3)
+
+# %% [markdown]
+# NTK-aware scaling has a larger base at every length. The dynamic one has the base of the training up to the trained
+# length, 64 tokens here, and a larger one beyond it.
 #
 # ## Summary
+#
+# (Words in quotes are those of the output that shows a comparison.)
 #
 # - G key-value heads, each read by a group of query heads; `k_proj`, `v_proj` and the cache shrink with G.
 # - Sharing copies nothing: each key that is read serves its whole group.
@@ -209,9 +294,21 @@ except ValueError as error:
 #
 # 1. A model has 64 query heads of 128, 80 layers, and 8 key-value heads in bf16. How many bytes per token?
 # 2. Turn an MHA layer into a GQA layer that gives the *same* outputs. When is that possible?
-# 3. Build multi-query attention from `ProjectedAttention`: how wide are q, k and v for 8 heads of 64?
+# 3. *Implement* grouped-query attention over q `[B, H, L, D]` and k, v `[B, G, L, D]`, without `repeat_interleave` and
+#    without a loop. (A hint: give q one dim more.) The cell below checks it.
+
 
 # %%
+def attend(query, key, value):
+    """Yours: [B, H, L, D]."""
+
+
+print(course.check_groups(attend))
+
+# %% [markdown]
+# The next cell has solutions. It is folded; try first.
+
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 bytes_per_token = attnpack.StaticCache(1, 8, 1, 128, dtype=torch.bfloat16, device="meta").nbytes * 80
 print("1.", f"{bytes_per_token:,}")
@@ -224,8 +321,17 @@ with torch.no_grad():
     x = torch.randn(1, 5, 64)
     print("2. if the heads of a group are equal:", largest_difference(narrow(x), wide(x)))
     torch.testing.assert_close(narrow(x), wide(x))
-one = attnpack.ProjectedAttention(8, 1, 64)
-print("3.", tuple(one(torch.randn(1, 5, 512), torch.randn(1, 5, 64), torch.randn(1, 5, 64)).shape))
+
+
+def attend(query, key, value):
+    groups = key.shape[1]
+    query = query.unflatten(1, (groups, -1))  # [B, G, H / G, L, D]
+    scores = query @ key.unsqueeze(2).transpose(-2, -1) / math.sqrt(query.shape[-1])
+    return (scores.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
+
+
+print("3.", course.check_groups(attend))
+assert course.check_groups(attend) == "right"
 
 # %% [markdown]
 # Next: [latent_attention](latent_attention.ipynb).

@@ -30,26 +30,26 @@
 # %%
 import statistics
 import time
+from functools import partial
 from itertools import pairwise
 
 import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack import checkpoints
-from attnpack.tools import bench, memory
+from attnpack.tools import bench, course, memory
+from attnpack.tools.course import largest_difference, time_in_turn
 from attnpack.tools.plot import memory as plot_memory
 from attnpack.tools.plot import schematic
+from attnpack.tools.plot.colours import BLUE, GREEN, ORANGE
 
 torch.manual_seed(0)
-BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
-def largest_difference(a, b):
-    gap = (a - b).abs().max().item()
-    return f"{gap:.1e}" if gap else "0"
-
-
-schematic.cache_growth()
+path = checkpoints.smollm2_path()
+tokenizer, model = checkpoints.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
+words = [tokenizer.decode([token]) for token in tokenizer.encode(course.SENTENCE)]
+schematic.cache_growth(4, 3, words)
 
 # %% [markdown]
 # Two phases have names of their own. **Prefill** reads the prompt in one call: many rows, arithmetic limits.
@@ -59,29 +59,27 @@ schematic.cache_growth()
 #
 # In a causal model token i reads positions 0 to i. So appending tokens changes nothing for those before: not their
 # outputs, and not their keys and values in any layer. Checked on SmolLM2-135M, a real model of 30 layers: the logits of
-# a prefix, alone and with four more tokens after it.
+# a prefix, by itself and with four more tokens after it.
 
 # %%
-path = checkpoints.smollm2_path()
-tokenizer, model = checkpoints.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
 ids = torch.tensor([tokenizer.encode("A cache is right if the past does not change when the future arrives")])
 with torch.no_grad():
     whole = model(ids)
     prefix = model(ids[:, :-4])
-print(f"{ids.shape[1]} tokens; the first {prefix.shape[1]}, alone and followed by four more:")
+print(f"{ids.shape[1]} tokens; the first {prefix.shape[1]}, by itself and followed by four more:")
 print("largest difference of their logits:", largest_difference(whole[:, : prefix.shape[1]], prefix))
 print("size of the logits:                ", f"{prefix.abs().max():.0f}")
 torch.testing.assert_close(whole[:, : prefix.shape[1]], prefix, atol=1e-3, rtol=1e-4)
 
 # %% [markdown]
 # (If such a difference is not zero, it is rounding: matrix products of other shapes may add up in another order.) The
-# same for the attention operator alone, and for an encoder, in which the past does change:
+# same for the attention operator by itself, and for an encoder, in which the past does change:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 40, 64).unbind(0)
 long = attnpack.attention(q, k, v, causal=True)
 short = attnpack.attention(q[:, :, :30], k[:, :, :30], v[:, :, :30], causal=True)
-print("30 rows alone, and as the first of 40:", largest_difference(long[:, :, :30], short))
+print("30 rows by themselves, and as the first of 40:", largest_difference(long[:, :, :30], short))
 encoder = attnpack.attention(q, k, v)[:, :, :30] - attnpack.attention(q[:, :, :30], k[:, :, :30], v[:, :, :30])
 print(f"the same without causality (an encoder): {encoder.abs().max():.1e}, so a cache would be wrong")
 torch.testing.assert_close(long[:, :, :30], short)
@@ -103,9 +101,11 @@ with torch.no_grad():
 # Greedy writing by SmolLM2 with `cache="none"` (everything computed anew for each token) and `cache="dynamic"`. The
 # text is the same; the time per token is not.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 prompt = torch.tensor([tokenizer.chat("Why is the sky blue?")])
-new_tokens, runs, written, peaks = 64, {"none": [], "dynamic": []}, {}, {}
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # two threads on a busy machine wait for each other
+new_tokens, runs, written, peaks = 48, {"none": [], "dynamic": []}, {}, {}
 for kind in ("none", "dynamic", "none", "dynamic"):
     ticks = [time.perf_counter()]
 
@@ -134,6 +134,7 @@ for kind, each in taken.items():
 seconds = {kind: sum(each) / 1e3 for kind, each in taken.items()}
 print(f"{new_tokens} tokens: {seconds['none']:.2f} s without, {seconds['dynamic']:.2f} s with a cache")
 print(f"on {bench.conditions()}")
+torch.set_num_threads(threads)
 
 # %% [markdown]
 # Without a cache every token pays for all text before it, the prompt included: n tokens need about $n^2 / 2$ rows
@@ -153,9 +154,10 @@ for kind, peak in peaks.items():
     print(f"cache={kind!r:<10} peak above the weights {peak / 2**20:.1f} MiB, cached {kept / 2**20:.1f} MiB")
 
 # %% [markdown]
-# One layer alone shows how a single step grows over longer texts:
+# One layer by itself shows how a single step grows over longer texts:
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
+torch.set_num_threads(1)
 layer = attnpack.MultiHeadAttention(512, 8, causal=True)
 lengths = [64, 128, 256, 512, 1024]
 naive, cached = [], []
@@ -164,18 +166,16 @@ with torch.no_grad():
         x = torch.randn(1, length, 512)
         kept = attnpack.DynamicCache()
         layer(x[:, :-1], cache=kept)
-        taken = {"naive": [], "cached": []}
-        for _ in range(9):
-            start = time.perf_counter()
-            every = layer(x)
-            taken["naive"].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            last = layer(x[:, -1:], cache=kept)
-            taken["cached"].append(time.perf_counter() - start)
+
+        def step(kept=kept, x=x, length=length):
+            out = layer(x[:, -1:], cache=kept)
             kept.crop(length - 1)
-        torch.testing.assert_close(last, every[:, -1:], atol=1e-5, rtol=1e-4)
-        naive.append(1e3 * statistics.median(taken["naive"]))
-        cached.append(1e3 * statistics.median(taken["cached"]))
+            return out
+
+        torch.testing.assert_close(step(), layer(x)[:, -1:], atol=1e-5, rtol=1e-4)
+        times = time_in_turn({"naive": partial(layer, x), "cached": step}, 9)
+        naive.append(times["naive"])
+        cached.append(times["cached"])
 figure, axes = plt.subplots(figsize=(6, 3), dpi=110, layout="constrained")
 axes.plot(lengths, naive, "s-", color=ORANGE, label="all rows anew")
 axes.plot(lengths, cached, "o-", color=BLUE, label="one row, cached")
@@ -189,21 +189,24 @@ axes.legend()
 plt.show()
 print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {naive[-1] / cached[-1]:.0f} times less")
 print(f"on {bench.conditions()}")
+torch.set_num_threads(threads)
 
 # %% [markdown]
 # ## Memory used
 #
-# Numbers kept for one sequence of n tokens:
+# A cache keeps a key and a value for each token, layer and head, $2 \cdot n \cdot \text{layers} \cdot \text{heads}
+# \cdot d_\text{head}$ numbers for a sequence of n tokens. These are **key-value heads**. Most models have fewer of them
+# than query heads, because several query heads may read the same keys and values: SmolLM2 has 9 query heads and 3
+# key-value heads. The next notebooks explain who shares what. For looking things up, the numbers that each keeps:
 #
-# | variant | keys and values |
+# | kind of attention | numbers per token and layer |
 # |---|---|
-# | multi-head (MHA) | $2 \cdot n \cdot \text{layers} \cdot \text{heads} \cdot d_\text{head}$ |
-# | grouped-query (GQA), G groups | $2 \cdot n \cdot \text{layers} \cdot G \cdot d_\text{head}$ |
-# | multi-query (MQA) | $2 \cdot n \cdot \text{layers} \cdot d_\text{head}$ |
-# | latent (MLA) | $n \cdot \text{layers} \cdot (d_c + d_\text{rope})$ |
+# | multi-head (MHA): every query head has its own | $2 \cdot \text{heads} \cdot d_\text{head}$ |
+# | [grouped-query](grouped_query_attention.ipynb) (GQA): G, each for a group | $2 \cdot G \cdot d_\text{head}$ |
+# | [multi-query](multi_query_attention.ipynb) (MQA): one for all | $2 \cdot d_\text{head}$ |
+# | [latent](latent_attention.ipynb) (MLA): a short vector, from which all are made | $d_c + d_\text{rope}$ |
 #
-# First the formula against a cache that a model has really filled, then known models up to a million tokens. The points
-# come from attnpack's own caches (allocated on the `meta` device, which keeps shapes and no memory).
+# The formula against a cache that a model has really filled:
 
 # %%
 cache = attnpack.ModelCache(len(model.layers))
@@ -215,43 +218,10 @@ print(f"SmolLM2, {ids.shape[1]} tokens in fp32: {cache.nbytes:,} bytes held, {by
 assert cache.nbytes == by_formula == plot_memory.model_kv_bytes(sizes, ids.shape[1], dtype=torch.float32)
 
 # %% [markdown]
-# The four formulas for one model, if it were built with each: 32 layers, 32 heads of 128, in bf16.
-
-# %%
-contexts = [2**n for n in range(10, 21, 2)]
-built = {
-    "MHA: 32 kv heads": (32, 128, 128),
-    "GQA: 8 kv heads": (8, 128, 128),
-    "MLA: latents of 512 + 64": (1, 512, 64),
-    "MQA: 1 kv head": (1, 128, 128),
-}
-points = {
-    name: [plot_memory.kv_bytes(h, n, num_layers=32, head_dim=d, v_head_dim=v, dtype=torch.bfloat16) for n in contexts]
-    for name, (h, d, v) in built.items()
-}
-figure, axes = plt.subplots(figsize=(8.5, 4.2), dpi=110, layout="constrained")
-plot_memory.draw_kv_memory(axes, contexts, points, title="One model, four kinds of attention, bfloat16")
-plt.show()
-ratio = {name: sizes[0] / points["MQA: 1 kv head"][0] for name, sizes in points.items()}
-print(", ".join(f"{name.split(':')[0]} {times:g}" for name, times in ratio.items()), "(times the cache of MQA)")
-assert ratio["MHA: 32 kv heads"] == 32
-
-# %% [markdown]
-# And models as they are:
-
-# %%
-points = {each.label: [plot_memory.model_kv_bytes(each, n) for n in contexts] for each in plot_memory.MODELS.values()}
-figure, axes = plt.subplots(figsize=(8.5, 4.6), dpi=110, layout="constrained")
-plot_memory.draw_kv_memory(axes, contexts, points, title="KV cache of one sequence in bfloat16")
-plt.show()
-for name, sizes in points.items():
-    print(f"{name:<52}{sizes[0] / 1024**2:>8.1f} MiB at 1k {sizes[-1] / 2**30:>8.1f} GiB at 1M tokens")
-
-# %% [markdown]
-# (`attnpack plot kv-memory` writes this picture to a file. Sizes beyond what a model was trained for are what it
-# *would* need.) DeepSeek-V3 is by far the largest of these models, with 671 billion parameters and 128 heads in each of
-# 61 layers; its latent cache is smaller than that of Llama-3 8B. The same four models would need this much if they kept
-# keys and values for every head:
+# Four known models at 128k tokens, and what they would need if they kept keys and values for every query head.
+# ([latent_attention](latent_attention.ipynb) follows their memory up to a million tokens.) DeepSeek-V3 is by far the
+# largest of them, with 671 billion parameters and 128 heads in each of 61 layers. It keeps one short vector per token,
+# and its cache is smaller than that of Llama-3 8B:
 
 # %%
 heads = {
@@ -269,6 +239,8 @@ for name, (num_heads, key_width, value_width) in heads.items():
     kept = plot_memory.model_kv_bytes(sizes, 2**17)
     names.append(sizes.label.split(",")[0])
     shares.append((every_head / 2**30, kept / 2**30))
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(8, 3), dpi=110, layout="constrained")
 for offset, colour, label in ((0, ORANGE, "keys and values of every head"), (1, BLUE, "as built")):
     bars = axes.barh(
@@ -322,15 +294,17 @@ with torch.no_grad():
         held.append(dynamic.nbytes)
         allocated.append(dynamic.k.untyped_storage().nbytes() + dynamic.v.untyped_storage().nbytes())
         places.add(dynamic.k.data_ptr())
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7, 2.8), dpi=110, layout="constrained")
 axes.step(range(1, 101), allocated, "--", color=ORANGE, where="post", label="DynamicCache, allocated")
 axes.plot(range(1, 101), held, "-", color=BLUE, label="DynamicCache, held")
-axes.axhline(static.nbytes, color="#009E73", linestyle=":", linewidth=2, label="StaticCache of 100")
+axes.axhline(static.nbytes, color=GREEN, linestyle=":", linewidth=2, label="StaticCache of 100")
 axes.set(xlabel="tokens appended", ylabel="memory (bytes)", title="One layer, 2 kv heads of 8, fp32")
 axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
-print(f"100 appends, the dynamic cache lay in {len(places)} places; same outputs from both caches")
+print(f"100 appends: the dynamic cache was moved {len(places) - 1} times; same outputs from both caches")
 
 # %% [markdown]
 # A cache has more methods than appending. `crop` takes tokens back (a rejected guess, an edited message), `reorder`
@@ -361,14 +335,14 @@ with torch.no_grad():
 with torch.no_grad():
     ragged = attnpack.DynamicCache()
     prompts = torch.randn(2, 6, 64)
-    prompts[1, 4:] = float("nan")  # the second prompt has 4 tokens; what stands behind them must not matter
+    prompts[1, 4:] = float("nan")  # the second prompt has 4 tokens; what follows them must not matter
     layer(prompts, cache=ragged, kv_lens=torch.tensor([6, 4]))
     step = torch.randn(2, 1, 64)
     out = layer(step, cache=ragged)
     alone = attnpack.DynamicCache()
     layer(prompts[1:, :4], cache=alone)
     print("lengths:", ragged.lengths.tolist())
-    print("the short one, in the batch and alone:", largest_difference(out[1:], layer(step[1:], cache=alone)))
+    print("the short one, in the batch and by itself:", largest_difference(out[1:], layer(step[1:], cache=alone)))
     assert torch.equal(ragged.lengths, torch.tensor([7, 5])) and not out.isnan().any()
 
 # %% [markdown]
@@ -380,7 +354,7 @@ with torch.no_grad():
 # at once, then 96 one by one. It prints the bytes held, the time per token, and how far the predictions are from those
 # with a DynamicCache: the mean KL divergence, and the share of tokens whose likeliest successor is the same.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 text = " ".join((attnpack.attention.__doc__ or "").split())
 tokens = torch.tensor([tokenizer.encode(text)[:256]])
 sizes = model.layers[0].self_attn
@@ -407,6 +381,7 @@ def read(make):
     return torch.stack(rows).log_softmax(-1), statistics.median(ticks), cache.nbytes
 
 
+torch.set_num_threads(1)
 exact, _, most = read(kinds["DynamicCache"])
 print(f"{'':<18}{'bytes':>12}{'of all':>8}{'ms/token':>10}{'KL':>10}{'same':>7}")
 for name, make in kinds.items():
@@ -416,6 +391,7 @@ for name, make in kinds.items():
     print(f"{name:<18}{held:>12,}{held / most:>8.0%}{1e3 * seconds:>10.1f}{abs(divergence):>10.1e}{same:>7.0%}")
     assert divergence < 0.2 and (held < most / 2 or not name.startswith("QuantizedCache"))
 print(f"on {bench.conditions()}")
+torch.set_num_threads(threads)
 
 # %% [markdown]
 # Eight bits change almost no prediction, and four bits change many. `exact_first` and `exact_last` keep the first and
@@ -498,12 +474,14 @@ kinds = {
     "soft cap 0.5": {"softcap": 0.5},
     "ALiBi, slope 1/4": {"alibi_slopes": torch.full((2,), 0.25)},
 }
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 5, figsize=(12, 2.9), dpi=110, layout="constrained", sharey=True)
 drawn = {}
 for panel, (name, setting) in zip(panels, kinds.items(), strict=True):
     drawn[name] = attnpack.attention_scores(q, k, causal=True, **setting)[0, 0]
     seen = drawn[name].where(drawn[name] > 0, torch.nan)  # a key that is hidden stays grey
-    image = panel.imshow(seen, cmap="cividis", vmin=0, vmax=0.6)
+    image = panel.imshow(seen, cmap="cividis", vmin=0, vmax=1)
     panel.set(title=name, xlabel="key (position)", facecolor="lightgrey")
     print(f"{name:<17} sum of the last row {drawn[name][-1].sum():.2f}, largest weight {drawn[name][-1].max():.2f}")
 panels[0].set_ylabel("query (position)")
@@ -518,21 +496,37 @@ assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
 #
 # ## Summary
 #
+# (Words in quotes are those of the output that shows a comparison.)
+#
 # - In a causal model the past never changes, so its keys and values can be kept.
 # - With a cache a token costs one row; without it, all rows before it again.
-# - The cache grows with the text; heads that share (GQA, MQA) or a latent (MLA) make it smaller.
-# - Kinds of caches differ in where numbers lie and how exactly they are kept. They give the same attention, but for
-#   quantised ones. Here 8 bits changed almost no prediction, and 4 bits changed nearly a quarter of the likeliest
-#   tokens.
+# - The cache grows with the text. Query heads that share key-value heads make it smaller.
+# - Kinds of caches differ in where numbers lie and how exactly they are kept. They give the same attention ("same
+#   outputs from both caches"), except the quantised ones. Here 8 bits changed almost no prediction, and 4 bits changed
+#   nearly a quarter of the likeliest tokens.
 #
 # ## Exercises
 #
 # 1. Llama-3 8B has 32 layers and 8 kv heads of 128. At how many tokens in bf16 is its cache as large as its weights (16
 #    GB)?
 # 2. Reject the last three tokens of a text, and write on. Check against a cache that never saw them.
-# 3. How many bytes does a window of 63 take after a million tokens, beside a cache that keeps everything?
+# 3. *Implement* decoding with a cache of your own, one token at a time. `layer.project(token)` gives q, k and v,
+#    `[B, H, 1, D]`; `layer.o_proj` joins the heads. Use neither `attnpack.attention` nor a cache of the library. The
+#    cell below checks it.
+
 
 # %%
+def step(layer, token, past):
+    """Yours: the output [B, 1, E] for token [B, 1, E], and the pair (k, v) with its key and value appended. `past` is
+    such a pair, or None at first."""
+
+
+print(course.check_decode(step))
+
+# %% [markdown]
+# The next cell has solutions. It is folded; try first.
+
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 per_token = plot_memory.model_kv_bytes(plot_memory.MODELS["llama-3-8b"], 1)
 print(f"1. {16e9 / per_token:,.0f} tokens of {per_token:,} bytes make 16 GB")
@@ -544,8 +538,18 @@ with torch.no_grad():
     layer(text[:, :9], cache=other)
     print("2.", largest_difference(layer(rest, cache=one), layer(rest, cache=other)))
     torch.testing.assert_close(one.k, other.k)
-print(f"3. {ring.nbytes_allocated:,} bytes, its room; {2 * 2 * 8 * 4 * 10**6:,} for everything")
-assert ring.nbytes_allocated < 2 * 2 * 8 * 4 * 1000
+
+
+def step(layer, token, past):
+    q, k, v = layer.project(token)
+    if past is not None:
+        k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+    weights = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(dim=-1)
+    return layer.o_proj((weights @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+print("3.", course.check_decode(step))
+assert course.check_decode(step) == "right"
 
 # %% [markdown]
-# Next: [multi_query_attention](multi_query_attention.ipynb).
+# Next: [positions](positions.ipynb).

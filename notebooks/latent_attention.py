@@ -26,22 +26,26 @@
 #
 # $$c_j = W_{DKV}\, x_j, \qquad k_j^{(h)} = W_{UK}^{(h)} c_j, \qquad v_j^{(h)} = W_{UV}^{(h)} c_j$$
 #
+# D stands for down, U for up. The names fit all heads together: $W_{UK}$ makes H · d numbers from the C of a latent,
+# and H · d is the larger. For a single head they may not fit. $W_{UK}^{(h)}$ makes d numbers from C, and C is often
+# larger than d: in DeepSeek-V3 128 from 512, so each head's matrix leads *down*.
+#
 # Two questions follow. How small is it? And must all those keys and values be computed again at every step?
 
 # %%
 import math
-import statistics
-import time
+from functools import partial
 
 import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack.tools import bench
+from attnpack.tools.course import largest_difference, time_in_turn
 from attnpack.tools.plot import memory as plot_memory
 from attnpack.tools.plot import schematic
+from attnpack.tools.plot.colours import KINDS
 
 torch.manual_seed(0)
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 embed_dim, num_heads, head_dim = 512, 8, 64
 rank, rope_dim = 256, 32  # C and R: four heads' width and half a head, DeepSeek's proportions
 
@@ -57,11 +61,6 @@ def latent_layer(**changes):
         "causal": True,
     }
     return attnpack.MultiHeadLatentAttention(embed_dim, num_heads, **{**sizes, **changes})
-
-
-def largest_difference(a, b):
-    gap = (a - b).abs().max().item()
-    return f"{gap:.1e}" if gap else "0"
 
 
 layer = latent_layer()
@@ -81,7 +80,12 @@ schematic.latent(num_heads, note="cached: 1 latent, 1 rotated key")
 # projection), `kv_a_layernorm` keeps the latent's size in check, and `kv_b_proj` holds $W_{UK}$ and $W_{UV}$ of all
 # heads. V is the width of a value, `v_head_dim`.
 #
-# The whole layer by hand, from its own weights, to show that nothing else happens:
+# The whole layer by hand, from its own weights, to show that nothing else happens. Some words on the lines:
+#
+# - `einsum("blc,hdc->bhld", c, w)` multiplies each latent (its C numbers, letter c) with each head's matrix: for every
+#   sequence b, token l and head h it gives d numbers.
+# - `.contiguous()` copies the rotated part of the queries to a place of its own, because the slice is not in one piece.
+# - `softmax_scale` is $1 / \sqrt{N + R}$, because a score is a sum of N + R products.
 
 # %%
 x = torch.randn(1, 12, embed_dim)
@@ -106,7 +110,7 @@ with torch.no_grad():
 #
 # Bytes per token and layer, from caches that layers with 8 heads of 64 have filled. Next to them is the latent of
 # DeepSeek-V3 (128 heads; C = 512, R = 64), and what layers of its size would keep with other attention
-# (such models do not exist):
+# (such models do not exist; the scale on the right is logarithmic):
 
 # %%
 kept = {}
@@ -120,8 +124,10 @@ with torch.no_grad():
         module(x, cache=cache)
         kept[name] = cache.nbytes // len(cache)
 assert kept["MLA, 256 + 32"] == (rank + rope_dim) * 4
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 2, figsize=(9.5, 2.5), dpi=110, layout="constrained")
-bars = panels[0].barh(list(kept), list(kept.values()), color=[ORANGE, ORANGE, BLUE, ORANGE])
+bars = panels[0].barh(list(kept), list(kept.values()), color=[KINDS[name[:3]] for name in kept])
 panels[0].bar_label(bars, padding=3)
 panels[0].set(xlabel="bytes per token and layer, fp32", title="8 heads of 64")
 large = {
@@ -131,9 +137,9 @@ large = {
     "MQA": plot_memory.kv_bytes(1, 1, num_layers=1, head_dim=128, dtype=torch.bfloat16),
 }
 assert large["MHA"] > large["GQA, 8 kv heads"] > large["MLA, 512 + 64"] > large["MQA"]
-bars = panels[1].barh(list(large), list(large.values()), color=[ORANGE, ORANGE, BLUE, ORANGE])
+bars = panels[1].barh(list(large), list(large.values()), color=[KINDS[name[:3]] for name in large])
 panels[1].bar_label(bars, padding=3)
-panels[1].set(xlabel="bytes per token and layer, bf16", title="DeepSeek-V3: 128 heads")
+panels[1].set(xlabel="bytes per token and layer, bf16", title="DeepSeek-V3: 128 heads", xscale="log", xlim=(100, 4e5))
 panels[0].set_ylabel("attention layer")
 for panel in panels:
     panel.margins(x=0.2)
@@ -148,6 +154,19 @@ print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than
 # only one head for all (MQA) takes less. But with MQA all heads read the same keys and values, and with a latent each
 # head makes its own.
 #
+# The memory of known models, up to a million tokens (`attnpack plot kv-memory` writes this picture to a file; sizes
+# beyond what a model was trained for are what it *would* need):
+
+# %%
+contexts = [2**n for n in range(10, 21, 2)]
+points = {each.label: [plot_memory.model_kv_bytes(each, n) for n in contexts] for each in plot_memory.MODELS.values()}
+figure, axes = plt.subplots(figsize=(8.5, 4.6), dpi=110, layout="constrained")
+plot_memory.draw_kv_memory(axes, contexts, points, title="KV cache of one sequence in bfloat16")
+plt.show()
+for name, sizes in points.items():
+    print(f"{name:<52}{sizes[0] / 1024**2:>8.1f} MiB at 1k {sizes[-1] / 2**30:>8.1f} GiB at 1M tokens")
+
+# %% [markdown]
 # ## Expanded and absorbed
 #
 # **Expanded**: make keys and values of all latents, then attend as usual. That is what the lines above did. At each
@@ -204,7 +223,9 @@ print("the cache: latents", tuple(cache.c.shape), "rotated keys", tuple(cache.k_
 #
 # which for a long past tends to $C (N + V) / (2 C - N - V)$ whatever K is. Measured, with 1024 tokens in the cache:
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # two threads on a busy machine wait for each other
 past, news = 1024, [1, 4, 16, 64, 128, 256, 512]
 n, v = head_dim, head_dim
 
@@ -221,20 +242,18 @@ with torch.no_grad():
     layer(prompt, cache=cache)
     for new in news:
         tokens = torch.randn(1, new, embed_dim)
-        measured = {path: [] for path in took}
-        for _ in range(7):
-            for path in took:
-                layer.path = path
-                start = time.perf_counter()
-                layer(tokens, cache=cache)
-                measured[path].append(time.perf_counter() - start)
-                cache.crop(past)
-        for path, each in measured.items():
-            took[path].append(1e3 * statistics.median(each))
+
+        def call(path, tokens=tokens):
+            layer.path = path
+            layer(tokens, cache=cache)
+            cache.crop(past)
+
+        for path, ms in time_in_turn({path: partial(call, path) for path in took}, 9).items():
+            took[path].append(ms)
 solved = [new for new in range(1, 4096) if new >= crossing(past + new)][0]
 figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=110, layout="constrained")
-axes.plot(news, took["expanded"], "s--", color=ORANGE, label="expanded")
-axes.plot(news, took["absorbed"], "o-", color=BLUE, label="absorbed")
+axes.plot(news, took["expanded"], "s--", color=KINDS["MLA"], label="expanded")
+axes.plot(news, took["absorbed"], "o-", color=KINDS["MLA"], label="absorbed")
 axes.axvline(solved, color="black", linewidth=1, linestyle=":")
 axes.annotate(
     f"L* by the count: {solved}",
@@ -253,27 +272,27 @@ axes.legend()
 plt.show()
 for path, times in took.items():
     print(f"{path}: " + ", ".join(f"{new}: {each:.2f} ms" for new, each in zip(news, times, strict=True)))
+ahead = [new for new, a, b in zip(news, took["absorbed"], took["expanded"], strict=True) if a < b]
+print(f"crossing by the count: {solved} new tokens; in this run absorbed is ahead up to {max(ahead)}")
 print(f"one new token: absorbed is {took['expanded'][0] / took['absorbed'][0]:.1f} times faster")
 print(f"on {bench.conditions()}")
+torch.set_num_threads(threads)
 print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
 
 # %% [markdown]
 # The count says which path is ahead at the two ends: absorbed for few new tokens, expanded for many. It does not say
 # where the lines cross on a machine, because that also depends on how well each kind of product runs there. Counted,
-# they cross at 80 new tokens; in the stored run they cross between 128 and 256. `path="auto"`, the default, goes by the
-# count: absorbed for writing, expanded for prompts and training. So at 128 new tokens it takes the expanded path, which
-# was the slower one in this run (19.52 ms against 16.73 ms).
-#
-# The stored run seems disturbed. Its expanded path takes less time for 16 new tokens than for one (6.95 ms and 8.25
-# ms), with more work to do. The limit that it measured is 145 GFLOP/s, and the next cell has 223 GFLOP/s. So take the
-# two ends from this picture, and not the place of the crossing.
+# they cross at 80 new tokens; one of the last lines says where they cross in this run. `path="auto"`, the default, goes
+# by the count: absorbed for writing, expanded for prompts and training. Between the two numbers it takes the path that
+# is the slower one on this machine.
 #
 # ## A step of writing, by length
 #
 # One new token, the way a language model writes. The multi-head layer reads K keys and K values of 8 heads; the
 # absorbed path reads K latents, which all heads share; the expanded path computes keys and values of the whole past.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
+torch.set_num_threads(1)
 lengths = [256, 1024, 4096, 16384]
 curves = {"MLA, absorbed": [], "MLA, expanded": [], "MHA": []}
 whole = attnpack.MultiHeadAttention(embed_dim, num_heads, causal=True)
@@ -284,22 +303,22 @@ with torch.no_grad():
         latents = attnpack.LatentCache.from_latents(*made)
         keys = attnpack.StaticCache(1, num_heads, length + 1, head_dim)
         keys.lengths.fill_(length)
-        measured = {name: [] for name in curves}
-        for _ in range(7):
-            for name, module, cache, path in (
-                ("MLA, absorbed", layer, latents, "absorbed"),
-                ("MLA, expanded", layer, latents, "expanded"),
-                ("MHA", whole, keys, None),
-            ):
-                module.path = path
-                start = time.perf_counter()
-                module(token, cache=cache)
-                measured[name].append(time.perf_counter() - start)
-                cache.crop(length)
-        for name, each in measured.items():
-            curves[name].append(1e3 * statistics.median(each))
+
+        def step(module, cache, path, length=length):
+            module.path = path
+            module(token, cache=cache)
+            cache.crop(length)
+
+        calls = {
+            "MLA, absorbed": partial(step, layer, latents, "absorbed"),
+            "MLA, expanded": partial(step, layer, latents, "expanded"),
+            "MHA": partial(step, whole, keys, None),
+        }
+        for name, ms in time_in_turn(calls, 9).items():
+            curves[name].append(ms)
 figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=110, layout="constrained")
-for (name, times), colour, line in zip(curves.items(), (BLUE, ORANGE, GREEN), ("o-", "s--", "^-."), strict=True):
+looks = (KINDS["MLA"], "o-"), (KINDS["MLA"], "s--"), (KINDS["MHA"], "^-.")
+for (name, times), (colour, line) in zip(curves.items(), looks, strict=True):
     axes.plot(lengths, times, line, color=colour, label=name)
 axes.set_xscale("log", base=2)
 axes.set_yscale("log", base=2)
@@ -312,13 +331,14 @@ plt.show()
 for name, times in curves.items():
     print(f"{name:<14}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
 print(f"on {bench.conditions()}")
+torch.set_num_threads(threads)
 print(f"numbers per token: MHA {2 * num_heads * head_dim / (rank + rope_dim):.1f} times those of the latent")
 
 # %% [markdown]
 # Unpacking the past at each step takes too long. Over a short past the absorbed path is slower than plain multi-head
 # attention: it multiplies more, by matrices that MHA does not have. But it reads 3.6 times less for each token of the
-# past, so it gains as the past grows. The point where the lines cross, if they do in this picture, depends on the
-# machine and the moment. In short: MLA is worth it with many heads and long texts, and it saves memory first.
+# past, so it gains as the past grows. Where the lines cross is another matter on another machine. In short: MLA is
+# worth it with many heads and long texts, and it saves memory first.
 #
 # ## Folding for good
 #
@@ -393,9 +413,12 @@ assert joined > apart
 #
 # ## Summary
 #
+# (Words in quotes are those of the output that shows a comparison.)
+#
 # - One latent per token is cached; keys and values of all heads are made from it.
 # - Positions need a small rotated key of their own, shared by all heads.
-# - Expanded and absorbed give equal numbers; a count of multiply-adds says which is cheaper.
+# - Expanded and absorbed give equal numbers, up to rounding ("against the lines by hand"). For one new token absorbed
+#   is faster ("one new token: absorbed is"); a count of multiply-adds says where they should cross.
 # - A latent for queries saves weights, not cache. Folding for good saves nothing at these sizes.
 #
 # ## Exercises
@@ -403,14 +426,16 @@ assert joined > apart
 # 1. To how many key-value heads (GQA) is DeepSeek-V3's latent equal in bytes, with heads of 128?
 # 2. Why can the rotated key not be absorbed too? Compare a rotation before and after a matrix.
 # 3. For which N would the joined matrix be the smaller one, with Q = 192 and C = 256?
+#
+# The next cell has solutions. It is folded; try first.
 
-# %%
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 print(f"1. (512 + 64) / (128 + 128) = {(512 + 64) / (128 + 128)}")
 turn = attnpack.RotaryEmbedding(8)
 w, vector = torch.randn(8, 8), torch.randn(1, 1, 5, 8)
 gap = (turn(vector @ w.T) - turn(vector) @ w.T).abs().max().item()
-print(f"2. rotating before or after a matrix differs by {gap:.1f}: the position stands between the two matrices")
+print(f"2. rotating before or after a matrix differs by {gap:.1f}: the rotation is between the two matrices")
 assert gap > 0.1
 bound = 192 * 256 / (192 + 256)
 least = math.floor(bound) + 1
@@ -418,4 +443,4 @@ print(f"3. from N = {least} on")
 assert joined == 192 * 256 and (least - 1) * (192 + 256) <= joined < least * (192 + 256)
 
 # %% [markdown]
-# Next: [positions](positions.ipynb).
+# Next: [encoder_decoder](encoder_decoder.ipynb).

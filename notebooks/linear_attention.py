@@ -200,9 +200,12 @@ plt.show()
 # %% [markdown]
 # ## Summary
 #
+# (Words in quotes are those of the output that shows a comparison.)
+#
 # - Without the softmax, attention is a matrix that sums up keys and values: a step reads and writes it, at any length.
 # - The delta rule writes only the difference from what the state holds for a key. Decays let it forget.
-# - A chunk is one triangular system and four matrix products, equal to its steps.
+# - A chunk is one triangular system and four matrix products, equal to its steps ("one
+#   triangular system and four products give").
 # - A state of fixed size recalls as many pairs as it has room for; a cache of keys recalls all, and grows.
 #
 # ## Exercises
@@ -210,8 +213,10 @@ plt.show()
 # 1. From how many tokens on is a state of 128 x 128 in fp32 smaller than a cache of 128-wide keys and values in bf16?
 # 2. What does the state hold after the same key was written with β = 1/2 and a value of 1, three times?
 # 3. Why does a decay of a whole head leave the triangular system solvable, whatever its size?
+#
+# The next cell has solutions. It is folded; try first.
 
-# %%
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 state_bytes, per_token = 128 * 128 * 4, 2 * 128 * 2
 print(f"1. {state_bytes} / {per_token} = {state_bytes // per_token} tokens")

@@ -15,38 +15,36 @@
 # # The newest variants of softmax attention, side by side
 #
 # *You need* [grouped_query_attention](grouped_query_attention.ipynb) and
-# [latent_attention](latent_attention.ipynb). *You learn* what the models of 2025 and 2026 changed in attention, each
-# change in a few lines; what each caches and computes per token; and how little a small model says about which is best.
-# *Runs in* about a minute.
+# [latent_attention](latent_attention.ipynb). *You learn* what the models of 2025 and 2026 changed in attention: for
+# each change a picture, the formula, a few lines of plain PyTorch, and one number; then what each caches and computes
+# per token. *Runs in* half a minute.
 #
 # Gates, sinks, keys as values, shared keys, differential attention and sparse attention are options or classes of
-# attnpack. **GTA, GLA, MTLA and TPA are shown by reference code only**:
-# `attnpack.reference` has their mathematics, and attnpack has no module for them. Linear attention is not shown here:
-# [Gated DeltaNet](https://arxiv.org/abs/2412.06464), which most layers of Qwen3-Next have, and Kimi Delta Attention of
-# [Kimi-Linear](https://arxiv.org/abs/2510.26692). It keeps a state of fixed size, and no cache that grows.
+# attnpack, and the plain lines are compared with them. **GTA, GLA, MTLA and TPA are shown by reference code only**:
+# `attnpack.reference` has their mathematics, and attnpack has no module for them. Attention without a softmax has a
+# notebook of its own, [linear_attention](linear_attention.ipynb).
 #
-# Sources stand at each variant. Symbols: [glossary](../docs/notebooks.md).
+# In the pictures blue asks, orange offers, green gives and pink is a latent; yellow frames are what a cache keeps.
+# Each variant names its source. Symbols: [glossary](../docs/notebooks.md).
 
 # %%
 import math
-import statistics
-import time
+from functools import partial
 
 import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack import reference
 from attnpack.tools import bench
-from attnpack.tools.compare import models, training
-from attnpack.tools.compare.text import guessing_loss, read_text
-from torch import nn
-from torch.testing import assert_close
+from attnpack.tools.course import largest_difference, time_in_turn
+from attnpack.tools.plot import attention as plot_attention
+from attnpack.tools.plot import newest
+from matplotlib.colors import ListedColormap
 
 torch.manual_seed(0)
-threads = torch.get_num_threads()
-torch.set_num_threads(1)
-width, heads, groups, dim, length = 64, 4, 2, 16, 12
+width, heads, groups, dim, length = 64, 4, 2, 16, 12  # E, query heads, key-value heads, D, tokens
 x = torch.randn(2, length, width)
+later = torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 def rope():
@@ -57,203 +55,371 @@ def grouped(**settings):
     return attnpack.GroupedQueryAttention(width, heads, groups, causal=True, rope=rope(), **settings)
 
 
-def joined(out):
+def cut(x, count):
+    """[B, L, count * D] -> [B, count, L, D]"""
+    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def join(heads):
     """[B, H, L, D] -> [B, L, H * D]"""
-    return out.transpose(1, 2).flatten(2)
+    return heads.transpose(1, 2).flatten(2)
+
+
+def scores_of(q, k):
+    """Causal scores [B, H, L, L]; key-value heads are repeated for their groups."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(later, -math.inf)
+
+
+def average(weights, v):
+    """The weighted values [B, H, L, D]."""
+    return weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+
+
+def attend(q, k, v):
+    """The attention of the earlier notebooks, which the variants change."""
+    return average(scores_of(q, k).softmax(-1), v)
+
+
+def count(*layers):
+    """The weights of layers."""
+    return sum(p.numel() for layer in layers for p in layer.parameters())
 
 
 # %% [markdown]
 # ## Gates
 #
-# `o = attention(q, k, v) * sigmoid(W_g x)`, one factor for each head or for each number, before the output projection
-# ([Qiu et al. 2025](https://arxiv.org/abs/2505.06708); Qwen3-Next and other families have it). A head can say
-# "nothing here" without a token to look at.
+# A head must give something, even where nothing fits. A gate lets it be silent: a factor between 0 and 1, made from the
+# token's own vector, for each head (or for each number of it), before the output projection
+# ([Qiu et al. 2025](https://arxiv.org/abs/2505.06708); Qwen3-Next and other families have it).
+#
+# $$o_h = \sigma(w_h \cdot x) \cdot \text{attention}_h(x)$$
 
 # %%
-for gate in ("head", "element"):
-    layer = grouped(gate=gate)
-    out = joined(reference.attention(*layer.project(x), causal=True))
-    assert_close(layer(x), layer.o_proj(reference.gate_heads(out, layer.gate_proj(x), heads)))
-    print(f"gate={gate!r}: {layer.gate_proj.weight.numel():,} more parameters, nothing more in the cache")
+newest.gate()
+
+# %%
+layer = grouped(gate="head")
+
+
+def gated(x):
+    q, k, v = layer.project(x)  # cut into heads, and rotated
+    heads_out = attend(q, k, v)  # [B, H, L, D]
+    gate = torch.sigmoid(layer.gate_proj(x))  # [B, L, H]: a factor for each head
+    return layer.o_proj(join(heads_out * gate.transpose(1, 2).unsqueeze(-1)))
+
+
+print("plain lines against the module:", largest_difference(gated(x), layer(x)))
+print(f"the gate has {count(layer.gate_proj)} of {count(layer):,} weights, and nothing in the cache")
 
 # %% [markdown]
 # ## Sinks
 #
-# A learned logit of each head joins the denominator: `w_j = exp(s_j) / (exp(sink) + sum_i exp(s_i))` (gpt-oss). It too
-# lets a head look at nothing: the weights no longer sum to 1.
+# Another way to be silent: a learned logit of each head joins the softmax as one more key, with no value (gpt-oss). The
+# weights of the real keys then sum to less than 1.
+#
+# $$w_j = \frac{e^{s_j}}{e^{\text{sink}} + \sum_i e^{s_i}}$$
 
 # %%
 layer = grouped(sinks=True)
 with torch.no_grad():
     layer.sinks.copy_(torch.tensor([-9.0, 0.0, 1.0, 3.0]))
-    out, weights = layer(x, need_weights=True)
-    wanted = reference.attention(*layer.project(x), causal=True, sinks=layer.sinks)
-assert_close(out, layer.o_proj(joined(wanted)))
-print("mean sum of a row's weights:", [f"{s:.2f}" for s in weights.sum(-1).mean((0, 2)).tolist()])
+
+
+def with_sinks(x):
+    q, k, v = layer.project(x)
+    scores = scores_of(q, k)  # [B, H, L, L]
+    sink = layer.sinks.view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]  # the sink has no value
+    return layer.o_proj(join(average(weights, v))), weights
+
+
+out, weights = with_sinks(x)
+sums = weights.sum(-1).mean((0, 2))
+print("plain lines against the module:", largest_difference(out, layer(x)))
+print("mean sum of a row's weights:", [f"{s:.2f}" for s in sums.tolist()])
+
+# %%
+figure, panels = plt.subplots(1, 4, figsize=(9, 2.6), dpi=110, layout="constrained", sharey=True)
+for head, panel in enumerate(panels):
+    title = f"sink {layer.sinks[head]:g}: rows sum to {sums[head]:.2f}"
+    image = plot_attention.draw_weights(panel, weights[0, head], title=title, vmax=0.5)
+    panel.set_xlabel("key")
+panels[0].set_ylabel("query")
+figure.colorbar(image, ax=panels, label="weight", extend="max")
+plt.show()
 
 # %% [markdown]
-# ## Keys as values, and keys shared between layers
+# ## Keys as values
 #
-# Gemma 4 has layers without `v_proj`: the value is the key before its rotation. A layer may also read the keys and
-# values of an earlier layer ([Brandon et al. 2024](https://arxiv.org/abs/2405.12981); Gemma 3n and 4): it has queries
-# of its own, and caches nothing. A cache of keys as values could hold half as much, if it rotated the keys when it
-# reads them. attnpack's caches hold rotated keys, and the values too.
+# Gemma 4 has layers without `v_proj`: the value is the key before its rotation. The layer has fewer weights. A cache
+# could hold half as much, if it rotated keys when it reads them. attnpack's caches store keys after the rotation, so
+# they store both.
+#
+# $$v = W_k x, \qquad k = \text{rotate}(v)$$
+
+# %%
+newest.keys_as_values()
 
 # %%
 layer = grouped(keys_as_values=True)
-q, k, v = layer.project(x)
-assert layer.v_proj is None and torch.equal(layer.rope(v), k)
+
+
+def without_values(x):
+    q, v = cut(layer.q_proj(x), heads), cut(layer.k_proj(x), groups)
+    return layer.o_proj(join(attend(layer.rope(q), layer.rope(v), v)))
+
+
+print("plain lines against the module:", largest_difference(without_values(x), layer(x)))
+print(f"{count(layer):,} weights; with values of their own {count(grouped()):,}")
+
+# %% [markdown]
+# ## Keys shared between layers
+#
+# A layer may read the keys and values of an earlier layer
+# ([Brandon et al. 2024](https://arxiv.org/abs/2405.12981); Gemma 3n and 4). It has queries of its own, and caches
+# nothing:
+#
+# $$o^{(2)} = \text{attention}\big(W_q^{(2)} x^{(2)},\ k^{(1)},\ v^{(1)}\big)$$
+
+# %%
+newest.shared_keys()
+
+# %%
 below, above, cache = grouped(), grouped(), attnpack.DynamicCache()
+
+
+def two_layers(x):
+    q, k, v = below.project(x)
+    first = below.o_proj(join(attend(q, k, v)))
+    q2 = above.rope(cut(above.q_proj(first), heads))
+    return above.o_proj(join(attend(q2, k, v)))  # k and v of the layer below
+
+
 with torch.no_grad():
-    below(x, cache=cache)
-    out = above(x, kv_from=cache)
-_, k, v = below.project(x)
-assert_close(out, above.o_proj(joined(reference.attention(above.project(x)[0], k, v, causal=True))))
-print(f"two layers, one cache: {cache.nbytes:,} bytes")
+    first = below(x, cache=cache)
+    print("plain lines against the modules:", largest_difference(two_layers(x), above(first, kv_from=cache)))
+print(f"two layers cache {cache.nbytes:,} bytes; with a cache each {2 * cache.nbytes:,}")
 
 # %% [markdown]
 # ## Queries of low rank
 #
 # MFA ([Hu et al. 2024](https://arxiv.org/abs/2412.19255); Step-3) has many wide query heads over one key-value head. It
-# makes the queries of a small latent, so that their projection stays small: `q = W_b norm(W_a x)`. The cache is MQA's.
+# makes the queries from a short latent, so that their projection stays small. The cache is MQA's.
+#
+# $$q = W_b\, \text{norm}(W_a x)$$
+
+# %%
+newest.low_rank_queries()
 
 # %%
 layer = attnpack.GroupedQueryAttention(width, heads, 1, causal=True, rope=rope(), q_lora_rank=8)
-query = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))).unflatten(-1, (heads, dim)).transpose(1, 2)
-_, k, v = layer.project(x)
-assert_close(layer(x), layer.o_proj(joined(reference.attention(layer.rope(query), k, v, causal=True))))
-low = sum(projection.weight.numel() for projection in (layer.q_a_proj, layer.q_b_proj))
-print(f"weights that make the queries: {low:,}, and {width * heads * dim:,} without a latent")
+
+
+def low_rank(x):
+    short = layer.q_a_proj(x)  # [B, L, 8]
+    q = cut(layer.q_b_proj(layer.q_a_layernorm(short)), heads)
+    k, v = cut(layer.k_proj(x), 1), cut(layer.v_proj(x), 1)
+    return layer.o_proj(join(attend(layer.rope(q), layer.rope(k), v)))
+
+
+print("plain lines against the module:", largest_difference(low_rank(x), layer(x)))
+print(f"queries from {count(layer.q_a_proj, layer.q_b_proj):,} weights; without a latent {width * heads * dim:,}")
 
 # %% [markdown]
 # ## Differential attention
 #
-# The difference of two softmaxes cancels what both look at. [Version 1](https://arxiv.org/abs/2410.05258) pairs heads
-# `h` and `h + H/2`, gives each pair the values of two heads, and norms the difference. Version 2 pairs `2h` and
-# `2h + 1`, whose keys are the same, doubles the query heads, and has a factor for each token and no norm.
+# The difference of two softmaxes cancels what both look at. [Version 1](https://arxiv.org/abs/2410.05258) pairs heads h
+# and h + H/2, gives each pair the values of two heads, and norms the difference. Version 2 pairs heads 2h and 2h + 1,
+# whose keys are the same. It doubles the query heads, and has a factor for each token and no norm. It is the shorter
+# one, so it is shown:
+#
+# $$o_h = \big(\text{softmax}(q_{2h}\, k^\top) - \sigma(w_h \cdot x)\, \text{softmax}(q_{2h+1}\, k^\top)\big)\, v$$
 
 # %%
-first = attnpack.DifferentialAttention(width, heads, groups, version=1, causal=True, rope=rope())
-second = attnpack.DifferentialAttention(width, heads, groups, version=2, causal=True, rope=rope())
-q, k, v = first.project(x)
-value = torch.cat(first.v_proj(x).unflatten(-1, (groups, dim)).transpose(1, 2).chunk(groups, 1), 1)
-factor = (first.lambda_q1 @ first.lambda_k1).exp() - (first.lambda_q2 @ first.lambda_k2).exp() + first.lambda_init
-out = reference.differential_attention(q, k, value, factor, version=1, causal=True)
-normed = out * (out.square().mean(-1, keepdim=True) + first.eps).rsqrt() * (1 - first.lambda_init)
-assert_close(first(x), first.o_proj(joined(normed)))
-factor = second.lambda_proj(x).sigmoid().transpose(1, 2).unsqueeze(-1)
-out = reference.differential_attention(*second.project(x), factor, version=2, causal=True)
-assert_close(second(x), second.o_proj(joined(out)))
-print("numbers cached per token and layer:", {"version 1": 3 * groups * dim, "version 2": 2 * groups * dim})
+newest.differential()
+
+# %%
+layer = attnpack.DifferentialAttention(width, heads, groups, version=2, causal=True, rope=rope())
+
+
+def difference(x):
+    q, k, v = layer.project(x)  # q has 2 H heads
+    weights = scores_of(q, k).softmax(-1)
+    factor = torch.sigmoid(layer.lambda_proj(x)).transpose(1, 2).unsqueeze(-1)  # [B, H, L, 1]
+    weights = weights[:, 0::2] - factor * weights[:, 1::2]
+    return layer.o_proj(join(average(weights, v))), weights
+
+
+out, weights = difference(x)
+print("plain lines against the module:", largest_difference(out, layer(x)))
+print(f"weights may be negative: the least is {weights.min():.2f}; a row sums to {weights.sum(-1).mean():.2f} (mean)")
 
 # %% [markdown]
 # ## Sparse attention
 #
-# A selector names the keys that a query reads. DeepSeek-V3.2's *lightning indexer* scores all keys by small heads,
-# `I = sum_h w_h relu(q_h k)`, and a query reads the keys with the best scores. DeepSeek-V3.2 itself has it before
-# latent attention: `SparseLatentAttention`. MoBA ([Lu et al. 2025](https://arxiv.org/abs/2502.13189)) scores blocks of
-# keys: the product of the query and the mean of the block's keys. A query reads the best blocks and its own. MiniMax-M3
-# scores a block by the greatest product of the query and one of its keys.
+# A long text has many keys, and a query needs few of them. A selector names the keys that a query reads:
 #
-# The choice of keys has no gradient. The scores of blocks have no parameters. The indexer has some, and learns them
-# by a loss of its own: the KL divergence between the attention's weights and the softmax of its scores.
+# - DeepSeek-V3.2's *lightning indexer* scores all keys by small heads, and a query reads the keys with the best scores:
+#   $I_j = \sum_h w_h\, \text{relu}(q_h \cdot k_j)$. (DeepSeek-V3.2 has it before latent attention:
+#   `SparseLatentAttention`.)
+# - MoBA ([Lu et al. 2025](https://arxiv.org/abs/2502.13189)) scores blocks of keys by the mean of the block's keys. A
+#   query reads the best blocks and its own.
+# - MiniMax-M3 scores a block by the greatest product of the query and one of its keys.
+#
+# The choice has no gradient. Scores of blocks have no weights. The indexer has some, and learns them by a loss of its
+# own: the KL divergence (see the glossary) between attention's weights and the softmax of its scores.
 
 # %%
-indexed = attnpack.SparseAttention(width, heads, groups, top_k=4, index_heads=2, causal=True, rope=rope())
-query = indexed.rope(indexed.index_q_proj(x).unflatten(-1, (2, dim)).transpose(1, 2))
-key = indexed.rope(indexed.index_k_norm(indexed.index_k_proj(x)).unsqueeze(1))
-scores = reference.index_scores(query, key, indexed.index_weights_proj(x))
-seen = torch.ones(length, length, dtype=torch.bool).tril()
-ordered = scores.masked_fill(~seen, -math.inf).sort(dim=-1, descending=True, stable=True)
-best = ordered.indices[..., :4]  # relu makes many scores 0: of equal ones the lower numbers
-mask = torch.zeros(2, length, length, dtype=torch.bool).scatter(-1, best, True) & seen
-q, k, v = indexed.project(x)
-assert_close(indexed(x), indexed.o_proj(joined(reference.attention(q, k, v, mask.unsqueeze(1)))))
-probs = reference.attention_scores(q, k, causal=True)
-wanted = reference.indexer_loss(scores / math.sqrt(2 * dim), probs, seen.expand_as(mask))
-assert_close(indexed.indexer_loss(x), wanted)
+newest.indexer()
+
+# %%
+layer = attnpack.SparseAttention(width, heads, groups, top_k=4, index_heads=2, causal=True, rope=rope())
+
+
+def indexed(x):
+    small_q = layer.rope(cut(layer.index_q_proj(x), 2))  # [B, 2, L, D]
+    small_k = layer.rope(layer.index_k_norm(layer.index_k_proj(x)).unsqueeze(1))  # [B, 1, L, D]
+    products = (small_q @ small_k.transpose(-2, -1)).relu()
+    index = (products * layer.index_weights_proj(x).transpose(1, 2).unsqueeze(-1)).sum(1)  # [B, L, L]
+    best = index.masked_fill(later, -math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :4]
+    named = torch.zeros_like(index, dtype=torch.bool).scatter(-1, best, True) & ~later
+    q, k, v = layer.project(x)
+    weights = scores_of(q, k).masked_fill(~named.unsqueeze(1), -math.inf).softmax(-1)
+    return layer.o_proj(join(average(weights, v))), named
+
+
+out, named = indexed(x)
+print("plain lines against the module:", largest_difference(out, layer(x)))
+print(f"a query reads at most {named.sum(-1).max()} of {length} keys")
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 blocks = attnpack.SparseAttention(width, heads, groups, selector="mean", top_k=2, key_block=3, causal=True, rope=rope())
 _, weights = blocks(x, need_weights=True)
-sizes = {"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": dim, "qk_rope_head_dim": 8, "v_head_dim": dim}
-sizes |= {"causal": True, "rope": attnpack.RotaryEmbedding(8, interleaved=True)}
-latent = attnpack.SparseLatentAttention(width, heads, top_k=4, index_heads=2, index_head_dim=dim, **sizes)
-every = attnpack.MultiHeadLatentAttention(width, heads, **sizes)
-every.load_state_dict({name: t for name, t in latent.state_dict().items() if not name.startswith("indexer.")})
-out, read = latent(x, need_weights=True)
-assert_close(out, every(x, mask=read > 0))
-print(f"a query of the latent layer reads at most {(read > 0).sum(-1).max()} of {length} keys")
-figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=110, layout="constrained")
-for panel, picture, title in zip(
-    panels, (mask[0], weights[0, 0] > 0), ("indexer, 4 keys", "2 blocks of 3"), strict=True
-):
-    panel.imshow(picture, cmap="Blues")
-    panel.set(title=title, xlabel="key", ylabel="query", xticks=range(0, length, 2), yticks=range(0, length, 2))
+figure, panels = plt.subplots(1, 2, figsize=(6.6, 3.2), dpi=110, layout="constrained", sharey=True)
+kinds = ((named[0], "indexer: 4 keys"), (weights[0, 0] > 0, "means: 2 blocks of 3"))
+for panel, (picture, title) in zip(panels, kinds, strict=True):
+    shown = torch.where(picture, 2, torch.where(later, 0, 1))
+    image = panel.imshow(shown, cmap=ListedColormap(["#eeeeee", "#c9c2e6", "#0072B2"]), vmin=0, vmax=2)
+    panel.set(title=title, xlabel="key", xticks=range(0, length, 2), yticks=range(0, length, 2))
+panels[0].set_ylabel("query")
+bar = figure.colorbar(image, ax=panels, ticks=[1 / 3, 1, 5 / 3])
+bar.set_ticklabels(["future", "not named", "read"])
 plt.show()
 
 # %% [markdown]
-# ## By reference code only: GTA, GLA, MTLA, TPA
+# ## GTA: a value that is half of a key
 #
-# - **GTA** ([Zadouri et al. 2025](https://arxiv.org/abs/2505.21487)): one state is the value, and half of it half of
-#   the key; the other half is one rotated key for all heads.
-# - **GLA** (the same paper): latent attention with two latents, each for half of the heads, so that two devices can
-#   hold one each.
-# - **MTLA** ([Deng and Woodland 2025](https://arxiv.org/abs/2505.13544)): latents of `s` tokens are merged into one.
-# - **TPA** ([Zhang et al. 2025](https://arxiv.org/abs/2501.06425)): queries, keys and values are sums of R products of
-#   a vector over heads and a vector over dims; the vectors are cached.
-
+# [Zadouri et al. 2025](https://arxiv.org/abs/2505.21487): each group has one state s. It is the value, and its first
+# half is the first half of the key. The other half is one rotated key for all heads.
+#
+# $$v = s = W_s x, \qquad k = [\,s_{1 \dots D/2}\,,\ \text{rotate}(W_r x)\,]$$
 
 # %%
-class Reference(nn.Module):
-    """Layers of these four from `attnpack.reference`, with rotation and an output projection."""
+newest.tied()
 
-    embed_dim = width
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.rope = kind, attnpack.RotaryEmbedding(dim)
-        self.half_rope = attnpack.RotaryEmbedding(dim // 2)
-        latent = 2 * dim
-        sizes = {
-            "GTA": {"q": heads * dim, "tied": groups * dim, "shared": dim // 2},
-            "GLA": {"q": heads * (dim + dim // 2), "latents": 2 * latent, "shared": dim // 2},
-            "MTLA": {"q": heads * (dim + dim // 2), "latents": latent, "shared": dim // 2, "weight": 1},
-            "TPA": {"a": 3 * 2 * heads, "b": 3 * 2 * dim},
-        }
-        self.maps = nn.ModuleDict({name: nn.Linear(width, size, bias=False) for name, size in sizes[kind].items()})
-        self.o_proj = nn.Linear(heads * dim, width, bias=False)
-        if kind in ("GLA", "MTLA"):
-            self.up = nn.Parameter(torch.randn(2, heads, dim, latent) / math.sqrt(latent))
-
-    def forward(self, x, **settings):  # a block passes its settings, such as causal
-        made = {name: layer(x) for name, layer in self.maps.items()}
-        if self.kind == "TPA":
-            a, b = made["a"].unflatten(-1, (3, 2, heads)).unbind(2), made["b"].unflatten(-1, (3, 2, dim)).unbind(2)
-            q, k, v = (reference.tensor_product(*both) for both in zip(a, b, strict=True))
-            out = reference.attention(self.rope(q), self.rope(k), v, causal=True)
-        else:
-            query = made["q"].unflatten(-1, (heads, -1)).transpose(1, 2)
-            if self.kind == "GTA":
-                query = torch.cat([query[..., : dim // 2], self.half_rope(query[..., dim // 2 :])], -1)
-                tied = made["tied"].unflatten(-1, (groups, dim)).transpose(1, 2)
-                out = reference.tied_attention(query, tied, self.half_rope(made["shared"].unsqueeze(1)), causal=True)
-            else:
-                query = torch.cat([query[..., :dim], self.half_rope(query[..., dim:])], -1)
-                shared = self.half_rope(made["shared"].unsqueeze(1))[:, 0]
-                if self.kind == "GLA":
-                    latents = made["latents"].unflatten(-1, (2, -1)).transpose(1, 2)
-                    out = reference.grouped_latent_attention(query, latents, shared, *self.up, causal=True)
-                else:
-                    weight = made["weight"].squeeze(-1).sigmoid()
-                    merged, mask = reference.merge_latents(made["latents"], weight, stride=2)
-                    out = reference.latent_attention(query, merged, shared, *self.up, mask=mask)
-        return self.o_proj(joined(out))
+# %%
+half_rope = attnpack.RotaryEmbedding(dim // 2)
+w_q, w_s, w_r = (torch.randn(size, width) / 8 for size in (heads * dim, groups * dim, dim // 2))
 
 
-for kind in ("GTA", "GLA", "MTLA", "TPA"):
-    layer, changed = Reference(kind), x.clone()
-    changed[:, -1] += 1
-    assert_close(layer(changed)[:, :-1], layer(x)[:, :-1])  # causal
-    print(f"{kind}: {sum(p.numel() for p in layer.parameters()):,} parameters, causal")
+def tied_attention(x):
+    q, s = cut(x @ w_q.T, heads), cut(x @ w_s.T, groups)
+    q = torch.cat([q[..., : dim // 2], half_rope(q[..., dim // 2 :])], -1)
+    rotated = half_rope((x @ w_r.T).unsqueeze(1))  # [B, 1, L, D / 2]
+    k = torch.cat([s[..., : dim // 2], rotated.expand(-1, groups, -1, -1)], -1)
+    return attend(q, k, s), (q, s, rotated)
+
+
+out, made = tied_attention(x)
+print("plain lines against attnpack.reference:", largest_difference(out, reference.tied_attention(*made, causal=True)))
+print(f"cached per token: {groups * dim + dim // 2} numbers; GQA of the same heads {2 * groups * dim}")
+
+# %% [markdown]
+# ## GLA: two latents, for two devices
+#
+# The same paper: latent attention with two latents, each for half of the heads. Two devices can then hold one each,
+# where each needs MLA's one latent whole.
+#
+# $$k^{(h)} = [\,W_{UK}^{(h)} c_{g(h)}\,,\ \text{rotate}(W_r x)\,], \qquad v^{(h)} = W_{UV}^{(h)} c_{g(h)}$$
+
+# %%
+newest.latents_in_groups()
+
+# %%
+latent_dim = 2 * dim
+w_c, w_q2 = torch.randn(2 * latent_dim, width) / 8, torch.randn(heads * (dim + dim // 2), width) / 8
+w_uk, w_uv = torch.randn(2, heads, dim, latent_dim).div(6).unbind(0)
+
+
+def grouped_latents(x):
+    q, c = cut(x @ w_q2.T, heads), cut(x @ w_c.T, 2)  # c: [B, 2, L, C]
+    q = torch.cat([q[..., :dim], half_rope(q[..., dim:])], -1)
+    rotated = half_rope((x @ w_r.T).unsqueeze(1))
+    of_head = c.repeat_interleave(heads // 2, dim=1)  # the latent of each head
+    k = torch.cat([of_head @ w_uk.transpose(-2, -1), rotated.expand(-1, heads, -1, -1)], -1)
+    return attend(q, k, of_head @ w_uv.transpose(-2, -1)), (q, c, rotated[:, 0])
+
+
+out, made = grouped_latents(x)
+wanted = reference.grouped_latent_attention(*made, w_uk, w_uv, causal=True)
+print("plain lines against attnpack.reference:", largest_difference(out, wanted))
+print(f"each of two devices holds {latent_dim + dim // 2} of {2 * latent_dim + dim // 2} numbers per token")
+
+# %% [markdown]
+# ## MTLA: neighbours in time share a latent
+#
+# [Deng and Woodland 2025](https://arxiv.org/abs/2505.13544): the latents of s tokens are summed into one, each times a
+# learned weight. A token reads the finished sums before it and its own, unfinished one.
+#
+# $$m_p = \sum_{t \,\in\, \text{part } p} \sigma(w \cdot x_t)\, c_t$$
+
+# %%
+newest.merged_latents(6, 2)
+
+# %%
+stride, w_one = 2, torch.randn(width) / 8
+
+
+def merged(x):
+    weighted = (x @ w_c.T[:, :latent_dim]) * torch.sigmoid(x @ w_one).unsqueeze(-1)  # [B, L, C]
+    place = torch.arange(length)
+    same_part = place[:, None] // stride == place // stride
+    sums = (same_part & ~later).float() @ weighted  # of each token's part, as far as the token
+    finished = (place % stride == stride - 1) & ~later
+    return sums, finished | torch.eye(length, dtype=torch.bool)
+
+
+sums, mask = merged(x)
+wanted, wanted_mask = reference.merge_latents(x @ w_c.T[:, :latent_dim], torch.sigmoid(x @ w_one), stride)
+print("plain sums against attnpack.reference:", largest_difference(sums, wanted))
+print(f"the same mask: {torch.equal(mask, wanted_mask)}; token {length} reads {mask[-1].sum()} latents")
+
+# %% [markdown]
+# ## TPA: products of heads and dims
+#
+# [Zhang et al. 2025](https://arxiv.org/abs/2501.06425): queries, keys and values are means of R products of a vector
+# over heads and a vector over dims. These vectors are cached, not the keys.
+#
+# $$k_{h,d} = \frac{1}{R} \sum_{r=1}^{R} a_{r,h}\, b_{r,d}$$
+
+# %%
+newest.tensor_products()
+
+# %%
+rank = 2
+w_a, w_b = torch.randn(rank * heads, width) / 8, torch.randn(rank * dim, width) / 8
+
+
+def tensor_product(x):
+    a = (x @ w_a.T).unflatten(-1, (rank, heads))  # [B, L, R, H]
+    b = (x @ w_b.T).unflatten(-1, (rank, dim))  # [B, L, R, D]
+    return (a.unsqueeze(-1) * b.unsqueeze(-2)).mean(2).transpose(1, 2), (a, b)  # [B, H, L, D]
+
+
+k, vectors = tensor_product(x)
+print("plain lines against attnpack.reference:", largest_difference(k, reference.tensor_product(*vectors)))
+print(f"cached per token for keys: {rank * (heads + dim)} numbers; the keys of all heads have {heads * dim}")
 
 # %% [markdown]
 # ## The costs of each variant
@@ -312,7 +478,7 @@ assert work["sparse, indexer"][-1] > work["GQA, gated, or with sinks"][-1] / 5  
 # One new token over 4,096 and 16,384 cached keys, for those that have modules: 16 heads of 64, 4 key-value heads, fp32,
 # one thread. The selectors name 512 keys. The caches hold random numbers.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 embed, many, few, size = 1024, 16, 4, 64
 usual = {"causal": True}
 
@@ -365,181 +531,59 @@ def filled(name, n):
 
 
 token = torch.randn(1, 1, embed)
+threads = torch.get_num_threads()
+torch.set_num_threads(1)
 took = {}
 with torch.inference_mode():
     for n in (4096, 16384):
         calls = {name: filled(name, n) for name in layers}
-        times = {name: [] for name in layers}
-        for step in range(40):  # in turn, so that a busy machine slows all of them
-            for name, layer in layers.items():
-                start = time.perf_counter()
-                layer(token, **calls[name])
-                if step >= 4:
-                    times[name].append(time.perf_counter() - start)
-        took[n] = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+        took[n] = time_in_turn({name: partial(layer, token, **calls[name]) for name, layer in layers.items()}, 40)
 print(f"milliseconds for a token{'':8}{'4,096':>10}{'16,384':>10}")
 for name in layers:
     print(f"{name:32}{took[4096][name]:>10.2f}{took[16384][name]:>10.2f}")
 print(f"on {bench.conditions()}")
+torch.set_num_threads(threads)
 
 # %% [markdown]
 # The sparse layers read 512 keys for the attention. To choose them, the indexer multiplies with each of its small keys,
-# and MoBA with the sum of each block, which a `SparseCache` keeps. So they gain where the attention over all keys
-# costs more than the choice: both do at 16,384 keys of this small layer. At 4,096 the indexer loses, and the means of
-# blocks gain little. For the greatest products every key is read, so there is less to gain.
+# and MoBA with the sum of each block, which a `SparseCache` keeps. So they gain where the attention over all keys costs
+# more than the choice. For the greatest products every key is read, so there is less to gain.
 #
-# ## A small model of each
+# ## Which one is best?
 #
-# `attnpack compare` trains models that are equal in parameters, text and steps, for the variants that it knows by name
-# ([how to use it, and a stored run](../docs/howto/compare.md)). Its parts serve for any layer. Here two blocks of width
-# 64 learn to guess the next byte of Python's manual and sources, each with the same budget of steps, three times from
-# other seeds. The feed-forwards take the parameters that attention saves. The model is tiny, the budget short, and the
-# text easy: **this cannot say which variant is best**. It shows that each learns, and how large a difference must be
-# before it means something.
+# That is a question for training runs with equal parameters, equal text and several seeds. `attnpack compare` does
+# them, and writes a table and a picture of loss against cache and time
+# ([how to use it, and a stored run](../docs/howto/compare.md)). The notebook
+# [conversion_and_uptraining](conversion_and_uptraining.ipynb) shows its stored run.
+#
+# ## Summary
+#
+# - Gates and sinks let a head be silent. They cost no cache.
+# - Caches shrink by sharing: of heads (GQA), of layers, of latents, of neighbours in time (MTLA).
+# - Sparse attention bounds the keys that attention reads. The work of choosing them still grows with the length.
+# - An indexer is trained by a loss of its own, because its choice has no gradient.
+#
+# ## Exercises
+#
+# 1. From how many cached keys on does the layer with an indexer multiply less than GQA? (Use the table's formulas.)
+# 2. With `top_k` as large as the length, is `SparseAttention` the same as `GroupedQueryAttention`? Bit for bit?
+# 3. Train only the indexer of an untrained layer, on random inputs. How much of the attention's weight do its 4 keys
+#    hold before and after?
+#
+# The next cell has solutions. It is folded; try first.
 
-# %%
-steps, batch, context, parameters = 60, 16, 48, 100_000
-text = read_text(None, context)
-
-
-class Below(nn.Module):
-    """Keys and values that a layer above reads: with gradients, as in training."""
-
-    embed_dim = width
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.kept = grouped(), None
-
-    def forward(self, x, **settings):
-        self.kept = self.layer.k_proj(x), self.layer.v_proj(x)
-        return self.layer(x, **settings)
-
-
-class Above(nn.Module):
-    embed_dim = width
-
-    def __init__(self, below):
-        super().__init__()
-        self.below = [below]  # in a list: its parameters are the other layer's
-        self.q_proj, self.o_proj = (nn.Linear(width, heads * dim, bias=False) for _ in range(2))
-        self.attend = attnpack.ProjectedAttention(heads, groups, dim, causal=True, rope=rope())
-
-    def forward(self, x, **settings):
-        return self.o_proj(self.attend(self.q_proj(x), *self.below[0].kept))
-
-
-def two(make):
-    return lambda: [make(), make()]
-
-
-def shared():
-    below = Below()
-    return [below, Above(below)]
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
+# Solutions. Try first.
+cost = 16 * D  # of the indexer for a key
+even = 2 * H * D * 2048 / (2 * H * D - cost)
+print(f"1. from n = {even:,.0f} on: 2 H D n = {cost} n + 2 H D 2,048")
+assert 2048 < even < 4096
 
 
 def selecting(**settings):
     return attnpack.SparseAttention(width, heads, groups, causal=True, rope=rope(), **settings)
 
 
-def differences(version):
-    return attnpack.DifferentialAttention(width, heads, groups, version=version, causal=True, rope=rope())
-
-
-variants = {
-    "GQA": two(grouped),
-    "gate by head": two(lambda: grouped(gate="head")),
-    "gate by element": two(lambda: grouped(gate="element")),
-    "sinks": two(lambda: grouped(sinks=True)),
-    "queries of low rank": two(lambda: grouped(q_lora_rank=16)),
-    "keys as values": two(lambda: grouped(keys_as_values=True)),
-    "shared keys": shared,
-    "differential 1": two(lambda: differences(1)),
-    "differential 2": two(lambda: differences(2)),
-    "sparse, means of blocks": two(lambda: selecting(selector="mean", top_k=3, key_block=4)),
-    "sparse, greatest products": two(lambda: selecting(selector="max", top_k=3, key_block=4)),
-    **{f"{kind} (reference)": two(lambda kind=kind: Reference(kind)) for kind in ("GTA", "GLA", "MTLA", "TPA")},
-}
-
-
-def make_model(name):
-    layers = variants[name]()
-    return models.ByteModel(layers, models.equal_hidden_dim(layers, parameters))
-
-
-def trained_loss(name, seed):
-    torch.manual_seed(seed)
-    model = make_model(name)
-    work = training.ByteTraining(model, text.train, steps, length=context, batch=batch, rate=4e-3, seed=seed)
-    while not work.done:
-        work.train_step()
-    return training.held_out_loss(model, text.held_out)
-
-
-def of_seeds(names):
-    return {name: [trained_loss(name, seed) for seed in range(3)] for name in names}
-
-
-names = list(variants)
-counts = [models.count_parameters(make_model(name)) for name in names]
-print(f"all models have {min(counts):,} to {max(counts):,} parameters")
-losses = of_seeds(names[:5])
-
-# %%
-losses |= of_seeds(names[5:10])
-
-# %%
-losses |= of_seeds(names[10:])
-start = guessing_loss(text)
-figure, axis = plt.subplots(figsize=(7, 3.6), dpi=110, layout="constrained")
-for row, found in enumerate(losses.values()):
-    axis.plot(found, [row] * 3, "o", color="#0072B2", alpha=0.6, label=None if row else "one seed")
-    axis.plot(statistics.mean(found), row, "|", color="#D55E00", markersize=14, label=None if row else "mean")
-axis.set(yticks=range(len(losses)), yticklabels=list(losses), xlabel="loss on other text (nats per byte)")
-axis.set_title(f"{steps} steps of two small blocks, three seeds each")
-axis.legend(fontsize=8)
-axis.invert_yaxis()
-plt.show()
-print(f"{steps} steps of {batch * context} bytes; guessing by frequency alone: {start:.2f}")
-print(f"{'':26}{'loss':>6}{'':24}against GQA, seed by seed")
-apart = {name: [a - b for a, b in zip(found, losses["GQA"], strict=True)] for name, found in losses.items()}
-for name, found in losses.items():
-    against = f"{statistics.mean(apart[name]):+.3f} ± {statistics.stdev(apart[name]):.3f}"
-    print(f"{name:26}{statistics.mean(found):6.3f}, seeds from {min(found):.3f} to {max(found):.3f}   {against}")
-assert all(max(found) < start for found in losses.values())
-far = [name for name, seen in apart.items() if abs(statistics.mean(seen)) > 2 * statistics.stdev(seen) > 0]
-print("further from GQA than twice their spread:", ", ".join(far))
-torch.set_num_threads(threads)
-
-# %% [markdown]
-# Read the last columns. Seeds read different text, so the losses of GQA alone reach from 2.469 to 2.526. Runs of one
-# seed read the same text, so their difference says more. Gates, both differential layers and TPA end lower than GQA, by
-# 0.07 to 0.08, and further away than twice the spread of that difference. All models have as many parameters, so size
-# does not explain it. The others stay within twice the spread, both sparse layers among them: this run does not say
-# whether reading less is better or worse. GLA ends highest, at 2.545.
-#
-# ## Summary
-#
-# - Gates and sinks let a head be silent. They cost no cache.
-# - Caches shrink by sharing: of heads (GQA), of layers, of latents, of neighbours in time (MTLA).
-# - Sparse attention bounds the keys that attention reads. What chooses them still grows with the length.
-# - An indexer is trained by a loss of its own, because its choice has no gradient.
-# - Small models on a short budget differ by some hundredths of a nat, and so do seeds. Before you believe a difference,
-#   give the models as many parameters and compare runs that read the same text, as `attnpack compare` does.
-#
-# ## Exercises
-#
-# 1. From how many cached keys on does the layer with an indexer multiply less than GQA? (Use the table's formulas.)
-# 2. With `top_k` as large as the length, is `SparseAttention` the same as `GroupedQueryAttention`? Bit for bit?
-# 3. Train the indexer of an untrained layer alone, on random inputs. How much of the attention's weight do its 4 keys
-#    hold before and after?
-
-# %%
-# Solutions. Try first.
-cost = 16 * D  # of the indexer for a key
-even = 2 * H * D * 2048 / (2 * H * D - cost)
-print(f"1. from n = {even:,.0f} on: 2 H D n = {cost} n + 2 H D 2,048")
-assert 2048 < even < 4096
 every, layer = selecting(top_k=length), grouped()
 layer.load_state_dict({name: t for name, t in every.state_dict().items() if not name.startswith("index_")})
 print("2. the same bits:", torch.equal(every(x), layer(x)))

@@ -70,7 +70,7 @@ plt.show()
 # byte; sharing moves the point to the right along the roof, since a key that is read once serves a whole group of
 # heads. This picture shows the whole effect of grouped- and multi-query attention on speed. **Prefill** (reading a
 # prompt, all of its tokens in one call) and training are on the right: many queries share each key, and arithmetic is
-# the limit. (A point above the roof, where there is one, is a call whose keys lie in the processor's cache ("warm"),
+# the limit. (A point above the roof, where there is one, is a call whose keys are in the processor's cache ("warm"),
 # which is faster than memory, or one at a moment when memory was faster than while the roof was measured. The shares
 # below use the speed of memory between the calls.)
 #
@@ -95,9 +95,10 @@ for (section, dtype), each in shares.items():
 # not known. In latent decoding (from 36%, with 16 heads in bf16) all heads read one latent, so arithmetic is the
 # limit too, and the reason for the rest is not known either.
 #
-# A share counts the multiply-adds of the two products, and not the softmax between them. Pairs double the speed of the
-# products in bf16; the softmax stays in fp32. That fits the shares of prefill, which are lower in bf16 than in fp32.
-# The lowest, 53%, is that of causal heads of 64. How much of it the softmax takes was not measured.
+# A share counts the multiply-adds of the two products, and not the softmax between them. One bf16 instruction
+# multiplies two pairs of numbers and adds both products ("pairs"), so products run twice as fast; the softmax stays in
+# fp32. That fits the shares of prefill, which are lower in bf16 than in fp32. The lowest, 53%, is that of causal heads
+# of 64. How much of it the softmax takes was not measured.
 #
 # Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which the forward pass
 # used in this run and the backward pass did not. Since then the backward pass uses it too. So the row of training in
@@ -194,8 +195,10 @@ print("\nthis is", attnpack.__version__, "on", live.machine())
 # 1. Compute the intensity of decoding in bf16 with 8 query heads on 1 key-value head.
 # 2. From how many query heads per key-value head on does arithmetic limit fp32 decoding on the stored machine?
 # 3. Which stored case of cold decoding comes nearest to its limit?
+#
+# The next cell has solutions. It is folded; try first.
 
-# %%
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 print(
     "1. 8 heads x 2 products x 2 operations for each pair of 2-byte numbers:",

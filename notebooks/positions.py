@@ -14,10 +14,9 @@
 # %% [markdown]
 # # Positions: how attention learns of order, and how far it reads
 #
-# *You need* [attention_from_scratch](attention_from_scratch.ipynb) and
-# [grouped_query_attention](grouped_query_attention.ipynb). *You learn* why attention alone is blind to order, what
-# learned and rotary positions do, and what linear, NTK, dynamic and YaRN scaling change when a text is longer than
-# those of the training. *Runs in* about a minute.
+# *You need* [attention_from_scratch](attention_from_scratch.ipynb) and [kv_cache](kv_cache.ipynb). *You learn* why
+# attention by itself is blind to order, what learned and rotary positions do, and what linear, NTK, dynamic and YaRN
+# scaling change when a text is longer than those of the training. *Runs in* about a minute.
 #
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (positions that are added),
 # [Su et al. 2021](https://arxiv.org/abs/2104.09864) (RoPE), [Chen et al. 2023](https://arxiv.org/abs/2306.15595)
@@ -31,16 +30,12 @@ from pydoc_data import topics
 import attnpack
 import matplotlib.pyplot as plt
 import torch
+from attnpack.tools import course
+from attnpack.tools.course import largest_difference
 from attnpack.tools.plot import memory as plot_memory
 from torch.nn import functional
 
-torch.manual_seed(0)
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
-
-
-def largest_difference(a, b):
-    gap = (a - b).abs().max().item()
-    return f"{gap:.1e}" if gap else "0"
+_ = torch.manual_seed(0)
 
 
 # %% [markdown]
@@ -92,9 +87,9 @@ trained_len, steps, threads = 64, 200, torch.get_num_threads()
 
 
 def small_model(scaling=None, position_embedding="rope"):
-    """Two layers, 4 query heads on 2 key-value heads."""
+    """Two layers of 4 heads."""
     sizes = {"hidden_dim": 288, "max_positions": trained_len, "rope_scaling": scaling}
-    return attnpack.CausalLM(len(letters), 96, 2, 4, 2, **sizes, position_embedding=position_embedding)
+    return attnpack.CausalLM(len(letters), 96, 2, 4, **sizes, position_embedding=position_embedding)
 
 
 def losses(model, ids):
@@ -153,6 +148,8 @@ rope = attnpack.RotaryEmbedding(24, max_positions=trained_len)
 ones = torch.ones(1, 1, trained_len, 24)
 rotated = rope(ones)[0, 0]
 rotary = rotated @ rotated.T / 24
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 2, figsize=(8, 3.6), dpi=110, layout="constrained")
 for panel, picture, title in zip(panels, (learned, rotary), ("learned table", "rotary, by construction"), strict=True):
     image = panel.imshow(picture, cmap="cividis", vmin=-1, vmax=1)
@@ -180,24 +177,24 @@ except ValueError as error:
 # plane by an angle that grows with the position p: $p \cdot \theta_i$ with $\theta_i = \text{base}^{-2i/d}$. The first
 # pairs rotate fast and distinguish neighbours. The last pairs hardly rotate over a whole text.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 head_dim = 24
 theta = torch.tensor(rope.inv_freq)
-figure, panels = plt.subplots(1, 4, figsize=(11, 3), dpi=110, layout="constrained")
+figure, panels = plt.subplots(1, 4, figsize=(11.5, 2.7), dpi=110, layout="constrained")
 for panel, pair in zip(panels, (0, 3, 7), strict=False):
     angles = theta[pair] * torch.arange(8)
     panel.add_patch(plt.Circle((0, 0), 1, fill=False, color="#cccccc"))
     for position, angle in enumerate(angles.tolist()):
         panel.plot([0, math.cos(angle)], [0, math.sin(angle)], color=plt.cm.cividis(position / 8), linewidth=2)
-        if pair == 0 or position == 0:
+        if pair == 0 or position == 0 or (position == 7 and angle > 0.3):
             panel.text(1.15 * math.cos(angle), 1.15 * math.sin(angle), str(position), ha="center", va="center")
     panel.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=f"pair {pair}: {theta[pair]:.3f} rad per token")
     panel.set_axis_off()
 distances = torch.arange(trained_len)
 for pair, (colour, line) in zip((0, 3, 7), plot_memory.STYLES, strict=False):
     panels[3].plot(distances, (distances * theta[pair]).cos(), line, color=colour, label=f"pair {pair}")
-panels[3].set(xlabel="distance (tokens)", ylabel="share of the score", title="what a pair tells")
-panels[3].legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.3), columnspacing=1)
+panels[3].set(xlabel="distance (tokens)", ylabel="cos(distance x angle)", title="a pair's part of a score")
+panels[3].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 assert theta[0] == 1 and theta[0] > 5 * theta[3] > 5 * theta[7]
 
@@ -256,13 +253,18 @@ settings = {
     "dynamic NTK": {"rope_type": "dynamic", "factor": factor},
     "YaRN": {"rope_type": "yarn", "factor": factor, "beta_fast": 4},
 }
+
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(8, 3.2), dpi=110, layout="constrained")
 for (name, scaling), (colour, line) in zip(settings.items(), plot_memory.STYLES, strict=False):
     if name != "dynamic NTK":  # at each length another one
         stretched = torch.tensor(
             attnpack.RotaryEmbedding(head_dim, max_positions=trained_len, scaling=scaling).inv_freq
         )
-        axes.plot(range(12), theta / stretched, line, color=colour, marker="o", markersize=4, label=name)
+        thick = 5 if name == "linear" else 1.5  # YaRN's line lies on it
+        axes.plot(
+            range(12), theta / stretched, line, color=colour, marker="o", markersize=4, linewidth=thick, label=name
+        )
 print(f"rotations of pair 0 in {trained_len} tokens: {trained_len / (2 * math.pi):.1f}")
 axes.set(xlabel="pair (0 rotates fastest)", ylabel="stretched by", title="What each scaling does to each pair")
 axes.set_xticks(range(12))
@@ -284,6 +286,7 @@ for name, scaling in settings.items():
         by_position[name] = losses(stretched, long_texts).mean(0)
         short[name] = losses(stretched, long_texts[:, : trained_len + 1]).mean().item()
 
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(8, 3.8), dpi=110, layout="constrained")
 window = 16
 for (name, loss), (colour, line) in zip(by_position.items(), plot_memory.STYLES, strict=False):
@@ -310,11 +313,11 @@ assert by_position["YaRN"][-64:].mean() < by_position["dynamic NTK"][-64:].mean(
 assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"] - 1e-4
 
 # %% [markdown]
-# As trained, little happens at the line itself: for the next characters nearly all keys that a query sees stand at
+# As trained, little happens at the line itself: for the next characters nearly all keys that a query sees are at
 # distances that occurred in training, and only the first few are farther away. Then the loss climbs, far above where it
 # was. Linear scaling without further training is the other way round: bad from the first character on, because
-# neighbours are closer together than they ever were, by the factor 8, and then only a little worse far away (2.65,
-# then 2.78).
+# neighbours are closer together than they ever were, by the factor 8, and then only a little worse far away (2.86,
+# then 2.91).
 #
 # NTK-aware scaling keeps neighbours readable, holds on longer, and then climbs too. Its factor is 8 for the slowest
 # pair only, so pairs in the middle still reach new angles. The dynamic form goes further. Its factor follows the length
@@ -327,16 +330,16 @@ assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"
 #
 # ## Dynamic scaling and a cache
 #
-# When the frequencies change with the length, keys that were rotated earlier lie at angles of a shorter text. attnpack
-# then keeps keys unrotated and rotates all of them at each call (`raw_keys`, the default for such a scaling), so that a
-# layer with a cache gives for its last token what a full recompute gives:
+# When the frequencies change with the length, keys that were rotated earlier have the angles of a shorter text.
+# attnpack then keeps keys unrotated and rotates all of them at each call (`raw_keys`, the default for such a scaling),
+# so that a layer with a cache gives for its last token what a full recompute gives:
 
 # %%
 x = torch.randn(1, 200, 96)
 for raw_keys in (True, False):
     rope = attnpack.RotaryEmbedding(24, max_positions=64, scaling=settings["dynamic NTK"], raw_keys=raw_keys)
     torch.manual_seed(0)
-    layer = attnpack.GroupedQueryAttention(96, 4, 2, causal=True, rope=rope)
+    layer = attnpack.MultiHeadAttention(96, 4, causal=True, rope=rope)
     cache = attnpack.DynamicCache()
     with torch.no_grad():
         last = [layer(part, cache=cache) for part in x.split(25, dim=1)][-1][:, -1]
@@ -354,7 +357,7 @@ for raw_keys in (True, False):
 #
 # ## ALiBi: a penalty per token of distance
 #
-# A third remedy changes the scores alone: each head subtracts its own slope times the distance
+# A third remedy changes only the scores: each head subtracts its own slope times the distance
 # ([Press et al. 2022](https://arxiv.org/abs/2108.12409)). Nothing is learned, and no length is the last one.
 
 # %%
@@ -382,9 +385,20 @@ torch.testing.assert_close(tilted[0][:, seen], by_hand[:, seen])
 #
 # 1. How many tokens does pair i of this RoPE need for one whole turn? Which pairs make one within 64 tokens?
 # 2. Rotate queries and keys by *negative* positions. Which scores change?
-# 3. Find the length from which on the dynamic rule stretches more than the fixed factor 8 does.
+# 3. *Implement* the rotation without the library. The cell below checks it.
+
 
 # %%
+def rotate(x, positions):
+    """Yours: x [B, H, L, D] with its pairs (i, i + D/2) rotated by position * 10000 ** (-2 i / D)."""
+
+
+print(course.check_rotation(rotate))
+
+# %% [markdown]
+# The next cell has solutions. It is folded; try first.
+
+# %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
 turns = 2 * math.pi / theta
 print("1. whole turns within 64 tokens: pairs", [i for i in range(12) if turns[i] <= 64])
@@ -396,8 +410,18 @@ forward, backward = (
 torch.testing.assert_close(forward.diagonal(), backward.diagonal())
 changed = (forward - backward).abs() > 1e-4
 print("2. all but those of a token with itself:", torch.equal(changed, ~torch.eye(5, dtype=torch.bool)))
-growth = [factor * n / trained_len - (factor - 1) for n in range(1024)]
-print("3. from", next(n for n in range(1024) if growth[n] > factor), "tokens on")
+
+
+def rotate(x, positions):
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)  # [L, D/2]
+    first, second = x.split(half, -1)
+    turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+    return torch.cat(turned, -1)
+
+
+print("3.", course.check_rotation(rotate))
+assert course.check_rotation(rotate) == "right"
 
 # %% [markdown]
-# Next: [encoder_decoder](encoder_decoder.ipynb).
+# Next: [multi_query_attention](multi_query_attention.ipynb).

@@ -323,6 +323,36 @@ def test_tensor_products_by_hand():
     assert_close(reference.tensor_product(a, b), tensor([[[[0.5, 0.0, 1.5]], [[2.0, 2.0, 3.0]]]]))
 
 
+@pytest.mark.parametrize("kind", ["GTA", "GLA", "MTLA", "TPA"])
+def test_newer_variants_read_no_later_token(kind):
+    """Outputs of all tokens but the last stay as they are, to the bit, when only the last one's inputs change."""
+
+    def out(last):
+        def drawn(*shape, token_dim, seed):
+            x, other = draw(*shape, seed=seed), draw(*shape, seed=seed + 50)
+            x.select(token_dim, -1).copy_((other if last else x).select(token_dim, -1))
+            return x
+
+        query, k_rope = drawn(2, 4, 5, 6, token_dim=2, seed=1), drawn(2, 5, 2, token_dim=1, seed=2)
+        w_uk, w_uv = draw(4, 4, 7, seed=3), draw(4, 3, 7, seed=4)
+        if kind == "GTA":
+            tied, rotated = drawn(2, 2, 5, 6, token_dim=2, seed=5), drawn(2, 1, 5, 3, token_dim=2, seed=6)
+            return reference.tied_attention(query, tied, rotated, causal=True)
+        if kind == "GLA":
+            latents = drawn(2, 2, 5, 7, token_dim=2, seed=7)
+            return reference.grouped_latent_attention(query, latents, k_rope, w_uk, w_uv, causal=True)
+        if kind == "MTLA":
+            merged, mask = reference.merge_latents(
+                drawn(2, 5, 7, token_dim=1, seed=8), drawn(2, 5, token_dim=1, seed=9), stride=2
+            )
+            return reference.latent_attention(query, merged, k_rope, w_uk, w_uv, mask=mask)
+        a, b = drawn(3, 2, 5, 2, 4, token_dim=2, seed=10), drawn(3, 2, 5, 2, 6, token_dim=2, seed=11)
+        return attention(*(reference.tensor_product(*both) for both in zip(a, b, strict=True)), causal=True)
+
+    assert torch.equal(out(False)[:, :, :-1], out(True)[:, :, :-1])
+    assert not torch.equal(out(False)[:, :, -1], out(True)[:, :, -1])
+
+
 def test_notebook_versions():
     torch.manual_seed(0)
     said = []

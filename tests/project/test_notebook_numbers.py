@@ -1,4 +1,5 @@
-"""Numbers in the notebooks' prose: those that look measured stand in an output close by, after rounding."""
+"""Claims of the notebooks' prose: numbers that look measured stand in an output close by, after rounding, and sentences
+of a summary that compare name the output that shows it, by words in quotes that it prints or that a picture has."""
 
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ NO_PROSE = (
     r"\[[^\]]*\]\([^)]*\)",
     r"arXiv[: ]*[\d., ]+",
 )
+COMPARES = re.compile(r"\b(?:fast(?:er|est)?|slow(?:er|est)?|close[rst]*|same|equal|best|better|worst|worse)\b", re.I)
 NEAR = 3  # how many cells before and after a text print its numbers
 # Sizes that the code sets, and a number of the paper.
 ELSEWHERE = {
@@ -59,6 +61,62 @@ def unheld(notebook, elsewhere):
             known = [*near, elsewhere[match]] if match in elsewhere else near
             if not any(round(number, digits) == value for number in known):
                 yield match
+
+
+def summary_sentences(notebook):
+    """Those between the headings Summary and Exercises."""
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    summary = text.partition("## Summary\n")[2].partition("\n## ")[0]
+    for item in re.split(r"\n(?:- |\n)", summary):
+        yield from re.split(r"(?<=[.:?)]) (?=[A-Z])", " ".join(item.removeprefix("- ").split()))
+
+
+def shown(notebook):
+    """What the outputs print, and the sources of the cells that draw."""
+    texts = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            texts += [output.get("text", ""), data.get("text/plain", "")]
+            texts += [cell.source] if "image/png" in data else []
+    return " ".join(" ".join(texts).split())
+
+
+def unnamed(notebook):
+    """The sentences of the summary that compare, and name no output of the notebook."""
+    outputs = shown(notebook)
+    for sentence in summary_sentences(notebook):
+        quotes = re.findall(r'"([^"]+)"', sentence)
+        said = re.sub(r'"[^"]*"', "", sentence)
+        if COMPARES.search(said) and not (quotes and all(quote in outputs for quote in quotes)):
+            yield sentence
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_comparisons_of_a_summary_name_their_output(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert len(list(summary_sentences(notebook))) >= 2
+    assert list(unnamed(notebook)) == []
+
+
+def test_a_comparison_without_an_output_is_found():
+    markdown, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    output = nbformat.v4.new_output("stream", text="MQA against MHA:  3 times\n")
+    picture = nbformat.v4.new_output("display_data", {"image/png": ""})
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [
+        code("", outputs=[output]),
+        code("axes.set_title('Reading')", outputs=[picture]),
+        code("print('nothing of this')"),
+        markdown(
+            "All is faster.\n\n## Summary\n\n(A word before.)\n\n"
+            '- MQA is faster ("MQA against\n  MHA"). It reads less.\n'
+            '- It is the best. Pictures show the same ("Reading").\n'
+            '- They are close ("nothing of this").\n- Is it "worse"?\n'
+            "\n## Exercises\n\n1. Which is the same?"
+        ),
+    ]
+    assert list(unnamed(notebook)) == ["It is the best.", 'They are close ("nothing of this").']
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

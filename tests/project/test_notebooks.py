@@ -11,6 +11,7 @@ import jupytext
 import matplotlib.image
 import nbformat
 import pytest
+from attnpack.tools import course
 from marks import some_long
 from nbclient import NotebookClient
 
@@ -61,17 +62,19 @@ def test_committed_notebook_is_the_script_with_outputs(script):
     assert all(output.output_type != "error" for cell in code_cells(committed) for output in cell.outputs)
 
 
-def test_the_multi_query_notebook_prints_the_lines_of_its_source_twice():
-    """On the Python class and on the C++ module: V1's row sums, ten steps of V2 and of V3."""
+def test_the_multi_query_notebook_prints_the_lines_of_its_source():
+    """V1's row sums and V2's ten steps once; V3, the native classes and C++ print the same steps, by its own words."""
     printed = texts(nbformat.read(FOLDER / "multi_query_attention.ipynb", as_version=4))
-    # Also for the plain class, and for the C++ program, whose lines are shown in part and then all.
-    assert printed.count("should be 1 if correct: tensor([[[1.0000") == 5
+    assert "x.shape : torch.Size([2, 10, 64])\nshould be 1 if correct: tensor([[[1.0000" in printed
     for t in range(1, 11):
         step = (
             f"\n{'-' * 20}\nQ shape : torch.Size([2, 8, 1, 8])\nK.shape: torch.Size([2, 1, {t}, 8])\n"
             f"V.shape: torch.Size([2, 1, {t}, 8])\nshape of out : torch.Size([2, 1, 64])\n"
         )
-        assert printed.count(step) == 6
+        assert printed.count(step) == 1
+    assert re.findall(r"^(.*): the same ten steps: (\w+)$", printed, flags=re.M) == [
+        (name, "True") for name in ("V2, native", "V3", "V3, native", "V2, C++", "V3, C++", "C++ program, V2 and V3")
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -106,6 +109,45 @@ def test_teaches(script):
     (solution,) = (cell for cell in code_cells(committed) if cell.source.startswith("# Solutions. Try first"))
     answers = "".join(output.get("text", "") for output in solution.outputs)
     assert sorted(set(re.findall(r"^(\d)\.", answers, flags=re.M))) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_what_only_draws_or_measures_is_folded_and_solutions_too(script):
+    """By tags for the site, and by JupyterLab's own. Short cells stay open."""
+    for cell in code_cells(jupytext.read(script)):
+        tags, folded = cell.metadata.get("tags", []), cell.metadata.get("jupyter", {})
+        if cell.source.startswith("# Solutions. Try first"):
+            assert tags == ["hide-cell"] and folded == {"source_hidden": True, "outputs_hidden": True}
+        elif re.search(r"plt\.show\(\)|perf_counter\(|time_in_turn\(", cell.source) and cell.source.count("\n") > 7:
+            assert tags == ["hide-input"] and folded == {"source_hidden": True}, cell.source[:200]
+        else:
+            assert tags == [], cell.source[:200]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_helpers_and_colours_have_one_place(script):
+    """`attnpack.tools.course` and `attnpack.tools.plot.colours`."""
+    assert not re.search(r"^(?:BLUE|ORANGE|GREEN)\b.*=|^def (?:time_in_turn|check_)", script.read_text(), flags=re.M)
+
+
+def test_an_exercise_is_checked_and_solved():
+    """Each check of `attnpack.tools.course` is asked about an empty answer and about the solution."""
+    checks = re.findall(r"^def (check_\w+)", Path(course.__file__).read_text(), flags=re.M)
+    asked = "".join(script.read_text() for script in SCRIPTS)
+    assert checks and all(f"course.{check}(" in asked for check in checks)
+    for script in SCRIPTS:
+        printed = texts(nbformat.read(script.with_suffix(".ipynb"), as_version=4))
+        if re.search(r"course\.check_\w+\(", script.read_text()):
+            assert "not yet: " in printed and re.search(r"^3\. right$", printed, flags=re.M), script.stem
+
+
+def test_the_plain_lines_of_the_newest_variants_are_those_of_the_library():
+    """One variant per line of its output: seven modules, and four of the reference."""
+    printed = texts(nbformat.read(FOLDER / "newest_variants.ipynb", as_version=4))
+    modules = re.findall(r"^plain lines against the modules?: ([\d.e+-]+)$", printed, flags=re.M)
+    references = re.findall(r"^plain (?:lines|sums) against attnpack.reference: ([\d.e+-]+)$", printed, flags=re.M)
+    assert (len(modules), len(references)) == (7, 4)
+    assert all(float(gap) < 1e-5 for gap in modules + references)
 
 
 def test_notebooks_import_only_what_a_reader_has():

@@ -87,6 +87,18 @@ def test_roofline_points_lie_at_their_intensity_and_speed():
     assert roof[1] == 20 and roof[2048] == 200
 
 
+def test_warm_and_cold_decoding_look_different():
+    """By colour and marker; what is in the processor's cache may lie above the roof."""
+    cold, warm, prefill = ({**BENCH["results"][i], "case": dict(BENCH["results"][i]["case"])} for i in (0, 0, 2))
+    cold["case"]["cold"], warm["case"]["cold"], prefill["case"]["cold"] = True, False, False
+    axes = Figure().subplots()
+    plot_roofline.draw_roofline(axes, BENCH | {"results": [cold, warm, prefill]})
+    drawn = {each.get_label(): each for each in axes.collections}
+    assert list(drawn) == ["decode, fp32", "decode, warm, fp32", "prefill, fp32"]
+    assert len({tuple(each.get_edgecolor()[0]) for each in drawn.values()}) == 3
+    assert len({each.get_paths()[0].vertices.tobytes() for each in drawn.values()}) == 3
+
+
 def test_the_roofs_edge_is_the_ridge_of_the_machine():
     limits = {"flops": 3e11, "bytes_per_second": 2e10, "bf16_flops": 7e11}
     axes = Figure().subplots()

@@ -1,7 +1,8 @@
 """Pictures as PNG or SVG, a page, and `attnpack plot`. Pictures need matplotlib; the rest of attnpack does not.
 
 The modules `memory`, `roofline` and `attention` draw: their functions `draw_*` take matplotlib axes, so that notebooks
-show the same pictures as the command line. `schematic` draws SVG, and `page` makes a page of HTML, without matplotlib.
+show the same pictures as the command line. `schematic`, `walkthrough` and `newest` draw SVG,
+and `page` makes a page of HTML, without matplotlib. `colours` has the colours of all.
 """
 
 from __future__ import annotations

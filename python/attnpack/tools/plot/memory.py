@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import StaticCache
+from .colours import BLACK, BLUE, GREEN, ORANGE, PINK, SKY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which the colour-blind can tell apart. Line styles and labels work without colour.
-STYLES = (("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", "-"), ("#000000", "--"))
+# Line styles and labels work without colour.
+STYLES = ((ORANGE, "-"), (BLUE, "--"), (GREEN, "-."), (PINK, ":"), (SKY, "-"), (BLACK, "--"))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...checkpoints.strict_json import LONGEST, parse_json, read_bounded
+from .colours import AMBER, BLUE, BROWN, GREEN, ORANGE, PINK, SKY
 from .memory import STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TICKS = (0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)  # of an axis of ratios
+LOOKS = ((ORANGE, "o"), (AMBER, "P"), (BLUE, "s"), (GREEN, "^"), (PINK, "D"), (BROWN, "v"), (SKY, "X"))
+"""Colour and marker of each kind of case; bf16 is hollow."""
 
 
 def read_bench(path: str | Path) -> dict:
@@ -48,19 +51,21 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
         intensities = sorted({2.0**n for n in range(-2, 12)} | {roof / read})  # the ridge, where the limits meet
         axes.plot(intensities, [min(roof, read * x) / 1e9 for x in intensities], line, color="black", label=label)
     results = bench["results"]
-    markers = dict(zip(dict.fromkeys(each["case"]["section"] for each in results), "os^Dv", strict=False))
-    kinds = dict.fromkeys((each["case"]["section"], each["case"]["dtype"]) for each in results)
-    for (section, dtype), (colour, _) in zip(kinds, cycle(STYLES), strict=False):
-        points = [each for each in results if (each["case"]["section"], each["case"]["dtype"]) == (section, dtype)]
-        axes.scatter(
-            [each["flops"] / each["bytes"] for each in points],
-            [each["flops"] / each["seconds"] / 1e9 for each in points],
-            marker=markers[section],
-            color=colour,
-            facecolor=colour if dtype == "fp32" else "none",
-            s=28,
-            label=f"{section}, {dtype}",
-        )
+    sections: dict[str, list[dict]] = {}
+    for each in results:
+        sections.setdefault(_kind(each["case"]), []).append(each)
+    for (name, cases), (colour, marker) in zip(sections.items(), cycle(LOOKS), strict=False):
+        for dtype in dict.fromkeys(each["case"]["dtype"] for each in cases):
+            points = [each for each in cases if each["case"]["dtype"] == dtype]
+            axes.scatter(
+                [each["flops"] / each["bytes"] for each in points],
+                [each["flops"] / each["seconds"] / 1e9 for each in points],
+                marker=marker,
+                color=colour,
+                facecolor=colour if dtype == "fp32" else "none",
+                s=28,
+                label=f"{name}, {dtype}",
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
@@ -71,6 +76,13 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
     axes.set_title(f"Attention under the limits of {bench['machine']}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _kind(case: dict) -> str:
+    """The section of a case; keys in the processor's cache are another kind, because memory does not limit them."""
+    if case.get("cold", True) or case["section"] != "decode":
+        return case["section"]
+    return "decode, warm"
 
 
 def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...atomic_write import atomic_file
-from .svg import GROUPS, INK, box, circle, line, path, text
-
-# Okabe and Ito's colours, lighter where text stands on them.
-QUERY, KEY, LATENT, NEW, PLAIN = "#9fd0ee", "#f4b183", "#8fd3bd", "#e8b4d2", "#eeeeee"
+from .colours import GROUPS, INK, KEY, LATENT, NEW, PLAIN, QUERY, WEIGHT
+from .svg import box, circle, line, path, text
 
 
 class Drawing(NamedTuple):
@@ -91,7 +89,7 @@ def block(*, cross: bool = False) -> Drawing:
     names = ["attention", *(["cross-attention"] if cross else []), "feed-forward"]
     parts, x, y = [text(20, 44, "x")], 36, 40
     for name in names:
-        colour = {"attention": QUERY, "cross-attention": LATENT}.get(name, KEY)
+        colour = PLAIN if name == "feed-forward" else WEIGHT
         parts += [
             line(x, y, x + 250, y, arrow=True),
             path(f"M {x + 10} {y} V {y + 44} H {x + 228} V {y + 12}", arrow=True),
@@ -107,18 +105,20 @@ def block(*, cross: bool = False) -> Drawing:
             ]
         x += 250
     parts.append(text(x + 14, 44, "out"))
-    return Drawing(x + 34, 96, (_ARROW, *parts))
+    return Drawing(x + 34, 96, (ARROW, *parts))
 
 
-def cache_growth(prompt: int = 3, steps: int = 3) -> Drawing:
-    """A cache over a prompt and some steps: what is projected in a call, what is read from the cache."""
-    cell, parts = 34, []
+def cache_growth(prompt: int = 3, steps: int = 3, words: Sequence[str] | None = None) -> Drawing:
+    """A cache over a prompt and some steps: what is projected in a call, what is read from the cache. `words` are the
+    tokens, prompt + steps of them."""
+    cell, parts = 58 if words else 34, []
     for row in range(steps + 1):
         y, old = 26 + row * 44, 0 if row == 0 else prompt + row - 1
         name = "prompt" if row == 0 else f"step {row}"
         parts.append(text(70, y + 20, name, right=True))
         for i in range(prompt + row):
-            parts.append(box(84 + i * cell, y, cell - 4, 30, f"k v {i}", KEY if i < old else NEW, small=True))
+            label = words[i].strip() if words else f"k v {i}"
+            parts.append(box(84 + i * cell, y, cell - 4, 30, label, KEY if i < old else NEW, small=True))
     width = 84 + (prompt + steps) * cell + 270
     x = width - 256
     for i, (colour, says) in enumerate(((NEW, "projected in this call, and appended"), (KEY, "read from the cache"))):
@@ -150,7 +150,7 @@ def _grouping(head_map: list[int], title: str = "", note: str = "") -> Drawing:
     return Drawing(width, 196, (*parts, *([text(width / 2, 186, note)] if note else [])))
 
 
-_ARROW = (
+ARROW = (
     '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     f'<path d="M 0 0 L 8 4 L 0 8 z" fill="{INK}"/></marker></defs>'
 )

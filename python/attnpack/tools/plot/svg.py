@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
-INK = "#222222"
-GROUPS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#E69F00", "#8c564b")
-"""Okabe and Ito's colours, and a brown in place of their yellow, which is too light for lines."""
+from .colours import GROUPS, INK
+
+__all__ = ["GROUPS", "INK", "box", "circle", "dot", "line", "number", "path", "strip", "text"]
 
 
 def number(value: float) -> str:
@@ -55,3 +56,18 @@ def circle(x: float, y: float, words: str) -> str:
 
 def dot(x: float, y: float, colour: str) -> str:
     return f'<circle cx="{number(x)}" cy="{number(y)}" r="5" fill="{colour}"/>'
+
+
+def strip(
+    x: float, y: float, values: Sequence[float], colour: str, *, cell: float = 9, height: float = 16, faint=False
+) -> str:
+    """A vector as a row of cells, darker where a number is larger in size."""
+    largest = max((abs(value) for value in values), default=0.0) or 1.0
+    ink = "#bbbbbb" if faint else INK
+    cells = [
+        f'<rect x="{number(x + i * cell)}" y="{number(y)}" width="{number(cell)}" height="{number(height)}" '
+        f'fill="{colour}" fill-opacity="{(0.3 if faint else 1.0) * (0.15 + 0.85 * abs(value) / largest):.2f}" '
+        f'stroke="{ink}" stroke-width="0.6"/>'
+        for i, value in enumerate(values)
+    ]
+    return "".join(cells)
