@@ -53,6 +53,7 @@ def unpack(packed, *shape):
 
 def test_numbers_are_those_of_the_model(model, page):
     data = data_of(page)
+    values = values_of(model)
     assert data["tokens"] == TOKENS and [layer["number"] for layer in data["layers"]] == [0, 1]
     for layer, wanted in zip(data["layers"], lm_attention(model, torch.arange(6)[None]), strict=True):
         assert (layer["heads"], layer["dim"], layer["kv"], layer["sinks"]) == (4, 8, [0, 0, 1, 1], [0, 1, 2, -1])
@@ -65,10 +66,28 @@ def test_numbers_are_those_of_the_model(model, page):
             q[None], k[None], causal=True, window=window, sinks=sinks, scale=layer["scale"]
         )
         torch.testing.assert_close(scored[0], weights, atol=1e-3, rtol=0, msg="q and k are those of the operator")
+        assert layer["v_dim"] == 8
+        torch.testing.assert_close(unpack(layer["v"], 2, 6, 8), values[layer["number"]], atol=1e-4, rtol=0)
     distance = torch.arange(6)[:, None] - torch.arange(6)
     for layer, left in zip(data["layers"], (6, 2), strict=True):
         assert torch.equal(hidden_of(layer, 6), ((distance < 0) | (distance > left)).expand(1, 6, 6))
     assert [layer["mask"] for layer in data["layers"]] == ["causal", "causal, a window of 2 keys before"]
+
+
+def values_of(model):
+    """The values of each layer [2, 6, 8], by the weights of its projection."""
+    found = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args: found.append((args[0] @ module.v_proj.weight.T).view(6, 2, 8).transpose(0, 1))
+        )
+        for layer in model.layers
+    ]
+    with torch.no_grad():
+        model(torch.arange(6)[None])
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def hidden_of(layer, length):
@@ -91,9 +110,27 @@ def test_a_notebook_shows_it_in_a_frame(page):
 
 def test_some_layers_alone(model):
     data = data_of(attention_page(model, [1, 2], ["x", "y"], layers=[1]))
-    assert [layer["number"] for layer in data["layers"]] == [1] and data["open"] == 1
-    assert data_of(attention_page(model, [1, 2], ["x", "y"], layer=1))["open"] == 1
-    assert data_of(attention_page(model, torch.tensor([[1, 2]]), ["x", "y"]))["open"] == 0
+    assert [layer["number"] for layer in data["layers"]] == [1] and data["open"]["layer"] == 1
+    assert data_of(attention_page(model, [1, 2], ["x", "y"], layer=1))["open"]["layer"] == 1
+    data = data_of(attention_page(model, torch.tensor([[1, 2]]), ["x", "y"]))
+    assert data["open"] == data["findings"][0]
+
+
+def test_the_title_names_the_model(model, page):
+    assert "heads of CausalLM on" in str(page)
+    named = str(attention_page(model, [1, 2], ["x", "y"], name="a <b> ATTENTION_DATA"))
+    assert named.count("a &lt;b&gt; ATTENTION_DATA") == 2 and data_of(named)["tokens"] == ["x", "y"]
+    assert "<title>Attention heads of a &lt;b&gt;" in named
+
+
+def test_a_page_of_transformers_has_the_name_of_the_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made = transformers.LlamaModel(transformers.LlamaConfig(**sizes, intermediate_size=32))
+    made.save_pretrained(tmp_path / "Tiny-Llama")
+    made = transformers.LlamaModel.from_pretrained(tmp_path / "Tiny-Llama").eval()
+    page = str(attention_page(made, [1, 2], ["x", "y"]))
+    assert "heads of Tiny-Llama on" in page and str(tmp_path) not in page
 
 
 @pytest.mark.parametrize(
@@ -162,7 +199,13 @@ def chromium(folder, page, *options, where="", script=""):
 
 
 def details(dom):
-    return dict(re.findall(r"<td>([^<]*)</td><td>([^<]*)</td>", re.search(r'id="details">(.*)</section>', dom)[1]))
+    return dict(re.findall(r"<td>([^<]*)</td><td>([^<]*)</td>", re.search(r'id="pair">(.*?)</table>', dom)[1]))
+
+
+def softmax_of(dom):
+    """The rows of the softmax table, each a list of its cells' texts."""
+    rows = re.findall(r"<tr.*?>(.*?)</tr>", re.search(r'id="softmax">(.*?)</table>', dom, flags=re.S)[1])
+    return [re.findall(r"<t[dh]>([^<]*)", row) for row in rows]
 
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
@@ -207,7 +250,9 @@ def test_a_score_adds_up_to_what_the_softmax_takes(tmp_path):
 @needs_chromium
 def test_opens_at_a_layer(model, tmp_path):
     page = attention_page(model, range(len(TOKENS)), TOKENS, layer=1)
-    assert "Layer 1, head 0, key-value head 0" in chromium(tmp_path, page, "--dump-dom")
+    said = chromium(tmp_path, page, "--dump-dom")
+    assert f"Layer 1, head {page.opened.head}, key-value head {page.opened.head // 2}" in said
+    assert details(said)["query"].startswith(f"{page.opened.query}: ")
     assert "Layer 0, head 3, key-value head 1" in chromium(tmp_path, page, "--dump-dom", where="layer=0&head=3")
     assert "Layer 0, head 0, key-value head 0" in chromium(tmp_path, page, "--dump-dom", where="layer=7&head=x&key=-1")
     script = "history.replaceState(null, '', '#layer=0&head=2'); window.onhashchange();"
@@ -230,6 +275,84 @@ def test_fits_the_window(model, words, size, tmp_path):
     right, width, tops = json.loads(re.search("<title>(.*?)</title>", dom)[1])
     assert right <= width and width > 400
     assert (len(set(tops)) == 1) == (width > 1150), tops
+
+
+@needs_chromium
+def test_the_softmax_of_a_query_is_the_models(tmp_path):
+    """Score, exp, weight and output of each key, with a sink; the sums are those of the column."""
+    torch.manual_seed(0)
+    made = attnpack.CausalLM(50, 32, 1, 4, 2, hidden_dim=48, scores={"sinks": True}).eval()
+    with torch.no_grad():
+        made.layers[0].self_attn.sinks.copy_(torch.tensor([0.0, 1.0, 2.0, -1.0]))
+        made.layers[0].self_attn.q_proj.weight.mul_(4)
+    page = attention_page(made, range(6), TOKENS)
+    dom = chromium(tmp_path, page, "--dump-dom", where="layer=0&head=2&query=3&key=1")
+    names, *keys, sink, output = softmax_of(dom)
+    assert names == ["key", "score", "e^(score \u2212 max)", "weight", "value"] and len(keys) == 4
+    (layer,) = data_of(page)["layers"]
+    q, k = unpack(layer["q"], 4, 6, 8)[2, 3], unpack(layer["k"], 2, 6, 8)[1, :4]
+    scores = torch.cat([k @ q * layer["scale"], torch.tensor([2.0])]).double()
+    exps = (scores - scores.max()).exp()
+    shown = [[float(cell.replace("\u2212", "-").rstrip("%")) for cell in row[1:4]] for row in [*keys, sink]]
+    wanted = torch.stack([scores, exps, 100 * exps / exps.sum()], 1)
+    torch.testing.assert_close(torch.tensor(shown).double(), wanted, atol=0.06, rtol=0)
+    assert float(output[2]) == pytest.approx(exps.sum().item(), abs=1e-3)
+    assert "3 of 6" not in dom and "2 of 6 keys are hidden" in dom
+    mass = lm_attention(made, torch.arange(6)[None])[0][0, 2, :, 1].sum()
+    assert details(dom)["mass of the key"] == f"{mass:.2f} of 6 queries' weights"
+
+
+@needs_chromium
+def test_the_output_is_the_sum_of_weight_times_value(model, page, tmp_path):
+    """The strip of the output has the colours of the numbers."""
+    script = """
+      const strips = [...document.querySelectorAll("#softmax canvas")];
+      const image = strips[strips.length - 1].getContext("2d").getImageData(0, 0, 8, 1).data;
+      document.title = JSON.stringify(Array.from(image));
+    """
+    dom = chromium(tmp_path, page, "--dump-dom", where="layer=0&head=3&query=4&key=1", script=script)
+    values = values_of(model)[0][1]
+    output = lm_attention(model, torch.arange(6)[None])[0][0, 3, 4] @ values
+    much = (output / values.abs().max()).clamp(-1, 1)
+    full = torch.where(much[:, None] > 0, torch.tensor([0.0, 114, 178]), torch.tensor([213.0, 94, 0]))
+    shown = torch.tensor(json.loads(re.search("<title>(.*?)</title>", dom)[1])).view(8, 4)[:, :3]
+    torch.testing.assert_close(shown.float(), 255 + (full - 255) * much.abs()[:, None], atol=1.5, rtol=0)
+
+
+@needs_chromium
+def test_a_click_pins_and_the_address_follows(page, tmp_path):
+    hover = """
+      const span = n => document.querySelectorAll("#sentence span")[n];
+      const point = (n, kind) => span(n).dispatchEvent(new MouseEvent(kind));
+      const tell = () => location.hash + " " + document.querySelector("#pair td:nth-child(2)").textContent;
+      const found = [];
+      point(3, "click"); point(4, "mouseenter"); found.push(tell());
+      point(3, "click"); point(4, "mouseenter"); found.push(tell());
+      point(2, "click"); document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+      point(5, "mouseenter"); found.push(tell());
+      document.getElementById("small-1-2").click(); found.push(location.hash);
+      document.title = JSON.stringify(found);
+    """
+    dom = chromium(tmp_path, page, "--dump-dom", where="layer=0&head=1", script=hover)
+    title = html.unescape(re.search("<title>(.*?)</title>", dom)[1])
+    pinned, free, escaped, clicked = json.loads(title)
+    assert re.fullmatch(r"#layer=0&head=1&query=3&key=\d 3: .*", pinned)
+    assert free.endswith("4: \\n") and escaped.endswith("5: d&amp;")
+    assert re.fullmatch(r"#layer=1&head=2&query=5&key=\d", clicked)
+    crossing = """document.querySelectorAll("#sentence span")[3].dispatchEvent(new MouseEvent("mouseenter"));"""
+    sent = chromium(tmp_path, page, "--dump-dom", where="layer=0&head=1&query=2&key=1", script=crossing)
+    assert details(sent)["query"].startswith("2: "), "a link that was sent is pinned"
+
+
+@needs_chromium
+def test_a_finding_is_a_button(page, tmp_path):
+    last = len(page.findings) - 1
+    script = f"""document.querySelectorAll("#findings button")[{last}].click();"""
+    dom = chromium(tmp_path, page, "--dump-dom", where="layer=1&head=3", script=script)
+    wanted = page.findings[last]
+    assert f"Layer {wanted.layer}, head {wanted.head}, key" in dom
+    assert details(dom)["key"].startswith(f"{wanted.key}: ")
+    assert f"head {wanted.head}, {round(100 * wanted.share)}%</button>" in dom
 
 
 @needs_chromium
@@ -261,9 +384,9 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     assert cli.main(["plot", "attention", "The cat sat", "--html", str(out), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["layers"] == 30 and len(data_of(out.read_text())["tokens"]) == len(figures["tokens"]) == 3
-    assert figures["layer"] == data_of(out.read_text())["open"] == 0
+    assert figures["layer"] == data_of(out.read_text())["open"]["layer"] == figures["findings"][0]["layer"]
     assert cli.main(["plot", "attention", "The cat sat", "--html", str(out), "--layer", "29"]) == 0
-    assert data_of(out.read_text())["open"] == 29 and len(data_of(out.read_text())["layers"]) == 30
+    assert data_of(out.read_text())["open"]["layer"] == 29 and len(data_of(out.read_text())["layers"]) == 30
     capsys.readouterr()
     for arguments, said in (
         (["x", "--layer", "30"], "--layer: got 30, want 0 to 29, the model's layers"),
@@ -275,8 +398,8 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     assert cli.main(["plot", "attention", "The cat sat", "--html", str(out), "--layers", "3", "29"]) == 0
     assert re.search(r"wrote .*page.html, \d\.\d MiB", capsys.readouterr().out)
     data = data_of(out.read_text(encoding="utf-8"))
-    assert data["open"] == 3 and [layer["number"] for layer in data["layers"]] == [3, 29]
-    assert "weights of CausalLM</h1>" in out.read_text(encoding="utf-8")
+    assert data["open"]["layer"] in (3, 29) and [layer["number"] for layer in data["layers"]] == [3, 29]
+    assert "heads of SmolLM2-135M-Instruct on" in out.read_text(encoding="utf-8")
     assert cli.main(["plot", "attention", "x", "--layers", "3", "--out", str(tmp_path / "x.png")]) == 2
     assert "--layers: got some without --html" in capsys.readouterr().err
     assert cli.main(["plot", "attention", "x", "--html", str(tmp_path / "page.png")]) == 2
@@ -302,4 +425,4 @@ def test_the_commands_of_the_howto_run(tmp_path, monkeypatch):
         assert cli.main(shlex.split(command)) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"heads.png", "heads.html"} and len(commands) == 2
     data = data_of((tmp_path / "heads.html").read_text(encoding="utf-8"))
-    assert data["open"] == 11 and len(data["layers"]) == 30 and data["tokens"][1] == " cat"
+    assert data["open"] in data["findings"] and len(data["layers"]) == 30 and data["tokens"][1] == " cat"

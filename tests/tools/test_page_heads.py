@@ -3,7 +3,8 @@
 import attnpack
 import pytest
 import torch
-from attnpack.tools.plot.heads import heads_of, watching
+from attnpack.tools.plot.findings import find
+from attnpack.tools.plot.heads import Heads, heads_of, watching
 
 L = 6
 DISTANCE = torch.arange(L)[:, None] - torch.arange(L)
@@ -285,3 +286,63 @@ def test_a_position_bias_is_part_of_the_scores():
     for layer in heads_of(model, ids(), None, {}):
         assert layer.mask == "not causal" and layer.added.shape == (4, L, L)
         check_sums(layer)
+
+
+def test_values_give_the_output_of_the_layer():
+    """weights times values is what the layer projects: with grouped and with transformers' heads."""
+    model, seen = encoder(head_map=(1, 0, 0, 1)), []
+    attention = model.layers[0].self_attn
+    attention.register_forward_hook(lambda module, args, out: seen.append(out))
+    (layer,) = heads_of(model, ids(), None, {})
+    output = layer.weights @ layer.value[torch.tensor(layer.kv)]
+    with torch.no_grad():
+        projected = attention.o_proj(output.transpose(0, 1).flatten(1))
+    torch.testing.assert_close(projected, seen[0][0][0], atol=1e-5, rtol=1e-4)
+    llama, *_ = of_transformers("Llama")
+    llama.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    second = heads_of(llama, ids(), None, {})[1]
+    output = second.weights @ second.value[torch.tensor(second.kv)]
+    torch.testing.assert_close(output.transpose(0, 1).flatten(1), seen[-1][0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_values_of_other_heads_than_the_keys_are_left_out(version):
+    attention = attnpack.DifferentialAttention(16, 2, 2, version=version, causal=True)
+    block = attnpack.EncoderBlock(attention, attnpack.FeedForward(16, 32))
+    (layer,) = heads_of(attnpack.Encoder([block]).eval(), torch.randn(1, L, 16), None, {})
+    assert layer.value is None or layer.value.size(0) == layer.key.size(0) == max(layer.kv) + 1
+
+
+def layer_with(weights, number=0):
+    hidden = torch.zeros(1, *weights.shape[1:], dtype=torch.bool)
+    return Heads(number, weights, hidden, "", [0] * len(weights), *[None] * 3, 1.0, 0.0, None, None, None, False)
+
+
+def test_findings_are_the_clearest_heads():
+    """Heads that were made to have one habit each are found, with the mean share over the queries that can show it."""
+    tokens = ["a", "b", "c", "a", "b", "d"]
+    before = torch.where(DISTANCE == 1, 0.9, 0.02)
+    itself = torch.where(DISTANCE == 0, 0.8, 0.04)
+    follows = torch.full((L, L), 0.05)
+    follows[3, 1] = 0.7  # the second a reads b, which followed the first a
+    follows[4, 2] = 0.5
+    far = torch.full((L, L), 0.1)
+    far[5, 1] = 0.6
+    found = {each.habit: each for each in find([layer_with(torch.stack([before, far])),
+                                                layer_with(torch.stack([itself, follows]), 1)], tokens)}  # fmt: skip
+    names = ["what followed the same token before", "one word further back", "the token before", "itself"]
+    assert list(found) == names
+    picked = {name: each[1:5] for name, each in found.items()}
+    assert picked[names[0]] == (1, 1, 3, 1) and found[names[0]].share == pytest.approx(0.6)
+    assert picked[names[1]] == (0, 1, 5, 1) and found[names[1]].share == pytest.approx(0.6)
+    assert picked[names[2]][:2] == (0, 0) and found[names[2]].share == pytest.approx(0.9)
+    assert picked[names[3]][:2] == (1, 0) and found[names[3]].share == pytest.approx(0.8)
+
+
+def test_without_a_habit_the_largest_weight_is_found():
+    weights = torch.full((2, L, L), 0.1)
+    weights[1, 2, 4] = 0.2
+    (only,) = find([layer_with(weights)], list("abcdef"))
+    assert only[1:5] == (0, 1, 2, 4) and only.share == pytest.approx(0.2)
+    for tokens in (["a"], ["a", "b"]):
+        assert find([layer_with(torch.ones(1, len(tokens), len(tokens)))], tokens)

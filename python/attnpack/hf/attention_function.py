@@ -108,7 +108,7 @@ def attention_forward(
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
     weights = attention_scores(query, key, mask, **settings) if weights_wanted or seen is not None else None
     if seen is not None:
-        seen.append(Call(module, query, key, mask, settings, weights))
+        seen.append(Call(module, query, key, value, mask, settings, weights))
     return out.transpose(1, 2).contiguous(), weights if weights_wanted else None
 
 

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 
 class Call(NamedTuple):
-    """One call of `attention_forward`, as `attnpack.attention_scores` takes it, and its probabilities."""
+    """One call of `attention_forward`, as `attnpack.attention` takes it, and its probabilities."""
 
     module: nn.Module
     query: Tensor  # [B, Hq, Lq, D]
     key: Tensor  # [B, Hkv, Lkv, D]
+    value: Tensor  # [B, Hkv, Lkv, Dv]
     mask: Tensor | None
     settings: dict[str, Any]
     weights: Tensor  # [B, Hq, Lq, Lkv]

@@ -192,10 +192,10 @@ def build_parser() -> argparse.ArgumentParser:
     example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
     attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
     attention.add_argument("text", type=_text, help="the sentence")
-    layer = "number of the layer, from 0 [a picture: 11, or the last; a page opens at 0]"
+    layer = "number of the layer, from 0 [a picture: 11, or the last; a page opens where a head is clearest]"
     attention.add_argument("--layer", type=int, metavar="N", help=layer)
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
-    page = "write a page of all layers' heads to play with instead, for any browser, opened at --layer"
+    page = "write a page of all layers' heads to play with instead, for any browser"
     attention.add_argument("--html", type=Path, metavar="HTML", help=page)
     some = "the layers of the page: fewer make a smaller file [all]"
     attention.add_argument("--layers", type=int, nargs="+", metavar="N", help=some)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,9 +152,24 @@ def _page(args: argparse.Namespace) -> dict:
     tokenizer, model, ids = _read(args)
     if len(ids) > MOST_TOKENS:
         raise ValueError(f"text: got {len(ids)} tokens, want at most {MOST_TOKENS}; give a shorter one")
-    opened = args.layer if args.layer is not None else (args.layers or [0])[0]
-    attention_page(model, ids, _words(tokenizer, ids), layers=args.layers, layer=opened).save(args.html)
-    return {"layers": len(args.layers or model.layers), "layer": opened, "tokens": ids}
+    page = attention_page(
+        model, ids, _words(tokenizer, ids), layers=args.layers, layer=args.layer, name=_model_name(args.model)
+    )
+    page.save(args.html)
+    return {
+        "layers": len(args.layers or model.layers),
+        "layer": page.opened.layer,
+        "tokens": ids,
+        "findings": [each._asdict() for each in page.findings],
+    }
+
+
+def _model_name(path: Path | None) -> str:
+    """The name of a model's folder or file, without the ending and the type of its weights."""
+    if path is None:
+        return "SmolLM2-135M-Instruct"
+    name = path.resolve().name
+    return re.sub(r"(\.[A-Z]+\d+\w*)?\.gguf$", "", name)
 
 
 def _read(args: argparse.Namespace) -> tuple[Tokenizer, CausalLM, list[int]]:

@@ -37,8 +37,10 @@ class Heads(NamedTuple):
     kv: list[int]
     """The key-value head of each head."""
     query: Tensor | None
-    """[H, L, D] as the operator gets them, or None where they are not known; so is key, [Hkv, L, D]."""
+    """[H, L, D] as the operator gets them, or None where they are not known; so are key, [Hkv, L, D], and value."""
     key: Tensor | None
+    value: Tensor | None
+    """[Hkv, L, Dv]: a head's output is its weights times these. None too where values have other heads than keys."""
     scale: float
     softcap: float
     slopes: list[float] | None
@@ -125,7 +127,7 @@ def _of_call(number: int, layer: Any, args: tuple, kwargs: dict[str, Any], weigh
     if kwargs.get("kv_from") is not None:
         return _without_scores(number, weights[0], layer.num_kv_heads)
     tensors = [*args, *(kwargs[name] for name in ("x", "q", "k", "v") if name in kwargs)]
-    query, key, _ = layer.project(*tensors, positions=kwargs.get("positions"))
+    query, key, value = layer.project(*tensors, positions=kwargs.get("positions"))
     settings = layer._settings(query)
     del settings["dropout_p"]
     if isinstance(layer, MultiHeadLatentAttention):
@@ -135,13 +137,14 @@ def _of_call(number: int, layer: Any, args: tuple, kwargs: dict[str, Any], weigh
     for name in ("kv_lens", "key_index", "key_block"):
         if kwargs.get(name) is not None:
             settings[name] = kwargs[name]
-    return heads(number, query, key, kwargs.get("mask"), settings, weights, selects=selects)
+    return heads(number, query, key, value, kwargs.get("mask"), settings, weights, selects=selects)
 
 
 def heads(
     number: int,
     query: Tensor,  # [1, H, L, D]
     key: Tensor,  # [1, Hkv, L, D]
+    value: Tensor,  # [1, Hkv, L, Dv]
     mask: Tensor | None,
     settings: dict[str, Any],  # keywords of `attention_scores`
     weights: Tensor,  # [1, H, L, L]
@@ -168,6 +171,7 @@ def heads(
         list(head_map or _consecutive(num_heads, num_kv_heads)),
         query[0],
         key[0],
+        value[0] if value.size(1) == num_kv_heads else None,
         dim**-0.5 if scale is None else scale,
         settings.get("softcap") or 0.0,
         None if slopes is None else slopes.tolist(),
@@ -181,7 +185,7 @@ def _without_scores(number: int, weights: Tensor, num_kv_heads: int) -> Heads:  
     """The heads of a call whose weights are known, but not its scores: a weight of 0 counts as hidden."""
     hidden, kv = weights == 0, _consecutive(len(weights), num_kv_heads)
     says = _in_words(hidden, (-1, -1), False)
-    return Heads(number, weights, _shared(hidden), says, kv, None, None, 1.0, 0.0, None, None, None, False)
+    return Heads(number, weights, _shared(hidden), says, kv, None, None, None, 1.0, 0.0, None, None, None, False)
 
 
 def _consecutive(num_heads: int, num_kv_heads: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ...atomic_write import atomic_file
 from ...errors import wrong_kind
+from .findings import Finding, find
 from .heads import MODELS, Heads, heads_of, number_range
 
 MOST_TOKENS = 256
@@ -22,9 +24,13 @@ MOST_TOKENS = 256
 
 class AttentionPage(NamedTuple):
     """All layers and heads on a sentence: an overview, one head large, the weights of a token under the mouse, and the
-    products of a query and a key. A notebook shows it in a frame; `save` writes the file."""
+    softmax of a query and the products of a key. A notebook shows it in a frame; `save` writes the file."""
 
     text: str
+    findings: list[Finding]
+    """What the heads are clearest at: the buttons at the top of the page."""
+    opened: Finding
+    """The one at which the page opens."""
 
     def __str__(self) -> str:
         return self.text
@@ -48,9 +54,10 @@ def attention_page(
     *,
     layers: Sequence[int] | None = None,
     layer: int | None = None,
+    name: str | None = None,
     **inputs: Any,
 ) -> AttentionPage:
-    """The page of `model` on the tokens `ids`, whose texts are `tokens`.
+    """The page of `model` on the tokens `ids`, whose texts are `tokens`. It opens at the most telling finding.
 
     Args:
         model: any module with attention layers of attnpack, or a model of transformers, which runs on attnpack in this
@@ -58,7 +65,8 @@ def attention_page(
         ids: what the model's forward takes: the ids of one sequence, or a tensor [1, L] of ids or [1, L, E] of states.
         tokens: one text for each token, such as `[tokenizer.decode([id]) for id in ids]`.
         layers: the numbers of the layers to show; default all. Fewer make a smaller page.
-        layer: the one of them at which the page opens; default the first.
+        layer: the one of them at which the page opens, at its own finding.
+        name: the model's name for the title; default the one that transformers knows, or the class.
         inputs: further arguments of the model's forward, such as its mask.
 
     Raises:
@@ -66,6 +74,21 @@ def attention_page(
         ValueError: there are no ids or more than 256, tokens are not as many, a layer does not exist, or a weight is
             not finite.
     """
+    data = page_data(model, ids, tokens, layers=layers, layer=layer, **inputs)
+    findings = [Finding(**each) for each in data["findings"]]
+    return AttentionPage(page_text(name or _name(model), data), findings, Finding(**data["open"]))
+
+
+def page_data(
+    model: nn.Module,
+    ids: Sequence[int] | Tensor,
+    tokens: Sequence[str],
+    *,
+    layers: Sequence[int] | None = None,
+    layer: int | None = None,
+    **inputs: Any,
+) -> dict[str, Any]:
+    """The numbers of a page, for JSON: arguments and errors are those of `attention_page`."""
     x = _states(model, ids)
     _check_tokens(tokens, x.size(1))
     wanted = None if layers is None else _numbers(layers)
@@ -75,10 +98,27 @@ def attention_page(
     numbers = [each.number for each in shown]
     if layer is not None and layer not in numbers:
         raise ValueError(f"layer: got {layer!r}, want {number_range(numbers)}, the model's layers")
-    opened = numbers[0] if layer is None else layer
-    data = {"tokens": list(tokens), "open": opened, "layers": [_layer(each) for each in shown]}
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return AttentionPage(_template().replace("ATTENTION_MODEL", type(model).__name__).replace("ATTENTION_DATA", text))
+    packed = [_layer(each) for each in shown]
+    findings = find(shown, tokens)
+    opened = findings[0] if layer is None else find([each for each in shown if each.number == layer], tokens)[0]
+    return {
+        "tokens": list(tokens),
+        "findings": [each._asdict() for each in findings],
+        "open": opened._asdict(),
+        "layers": packed,
+    }
+
+
+def page_text(name: str, data: dict[str, Any]) -> str:
+    """The page of a model called `name`, from the numbers of a page."""
+    parts = {"MODEL": html.escape(name), "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c")}
+    template = resources.files("attnpack").joinpath("tools/data/attention.html").read_text(encoding="utf-8")
+    return re.sub("ATTENTION_(MODEL|DATA)", lambda found: parts[found[1]], template)
+
+
+def _name(model: nn.Module) -> str:
+    known = getattr(model, "name_or_path", "")
+    return Path(known).name if isinstance(known, str) and known else type(model).__name__
 
 
 def _states(model: nn.Module, ids: Sequence[int] | Tensor) -> Tensor:
@@ -119,13 +159,9 @@ def _numbers(layers: Sequence[int]) -> list[int]:
     return wanted
 
 
-def _template() -> str:
-    return resources.files("attnpack").joinpath("tools/data/attention.html").read_text(encoding="utf-8")
-
-
 def _layer(heads: Heads) -> dict[str, Any]:
     """The numbers of a layer, as the page reads them."""
-    named = {"weights": heads.weights, "q": heads.query, "k": heads.key, "added": heads.added}
+    named = {"weights": heads.weights, "q": heads.query, "k": heads.key, "v": heads.value, "added": heads.added}
     for name, numbers in named.items():
         if numbers is not None and not numbers.isfinite().all():
             raise ValueError(
@@ -136,6 +172,7 @@ def _layer(heads: Heads) -> dict[str, Any]:
         "number": heads.number,
         "heads": len(heads.weights),
         "dim": 0 if heads.query is None else heads.query.size(-1),
+        "v_dim": 0 if heads.value is None else heads.value.size(-1),
         "kv": heads.kv,
         "mask": heads.mask,
         "hidden": {"heads": len(heads.hidden), "base64": _bits(heads.hidden)},
