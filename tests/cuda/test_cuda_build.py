@@ -163,6 +163,30 @@ def test_kernels_hold_the_instructions_that_they_should(tmp_path):
         assert found["ld.global.f64"] <= scores + 8 and found["setp.lt.f64"] <= 3, (kernel, found)
 
 
+LAUNCHES = """
+#include <cstdio>
+#include <attnpack/ops/cuda/kernels/launch.cuh>
+__global__ void nothing() {}
+int main() {
+  const auto say = [](const char* error) { std::puts(error ? error : "launched"); };
+  cudaGetLastError();
+  cudaMemcpy(nullptr, nullptr, 1, static_cast<cudaMemcpyKind>(77));
+  say(attnpack::cuda::launch(nothing, 1, 1, 0, 0, nullptr));
+  say(attnpack::cuda::launch(nothing, 0, 1, 0, 0, nullptr));
+}
+"""
+
+
+@nvcc
+def test_the_error_of_an_earlier_call_is_said(tmp_path):
+    source, program = tmp_path / "launches.cu", tmp_path / "launches"
+    source.write_text(LAUNCHES)
+    process = run_program("nvcc", "-std=c++20", "-arch=sm_80", "-I", ROOT / "csrc", source, "-o", program)
+    assert process.returncode == 0, process.text
+    launched, without_blocks = run_program(program).text.splitlines()
+    assert launched.startswith("a CUDA call before this one failed: ") and without_blocks == "launched"
+
+
 def test_a_kernel_that_spills_is_refused(tmp_path):
     log = tmp_path / "k.log"
     log.write_text(

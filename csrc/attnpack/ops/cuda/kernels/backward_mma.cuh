@@ -240,7 +240,7 @@ class BackwardTile {
             score = finish_score(p_, rule, rows.rule[r], row, key, score, &slope);
         }
         const bool seen = score != -infinity<float>();
-        const float probability = seen ? power_of_two((score * scale - rows.lse[r]) * kLog2E) : 0.f;
+        const float probability = seen ? power_of_two(bounded_exponent(score * scale - rows.lse[r]) * kLog2E) : 0.f;
         float kept = 1;
         if (p_.dropout_p > 0)
           kept = dropped_at(p_, seed, first_place(p_, b_, rows.row[r].head, rows.row[r].query) + key) ? 0 : kept_factor;

@@ -35,6 +35,7 @@ constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
 constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
 constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+constexpr int64_t kMostKeysOfStep = 128;                        // of all kernels
 constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
 
 struct Device {

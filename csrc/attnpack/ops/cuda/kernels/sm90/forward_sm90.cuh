@@ -18,6 +18,7 @@ class WarpgroupForward {
   static constexpr int kWorkers = kGroups * kWarpgroup, kThreads = kWorkers + kWarpgroup;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kKeys = Values <= 128 ? 128 : 64;  // per step
+  static_assert(kKeys <= kMostKeysOfStep);
   static constexpr int kStages = 2;
   static constexpr int kOutStride = Values + 8;  // as in forward_mma.cuh
 

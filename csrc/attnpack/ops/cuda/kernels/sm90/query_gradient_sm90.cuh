@@ -161,13 +161,19 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
                                        const float (&delta)[2], Products& s, Products& g) {
     finish_scores<Scores::kPlain>(p_, b_, rows, begin, s);
     const float multiplier = multiplier_of<Scores::kPlain>(p_);
+    const auto weigh = [&](const auto& bounded) {
 #pragma unroll
-    for (int j = 0; j < kStep / 8; ++j)
+      for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float gradient = power_of_two(s[j][i] * multiplier - lse[i / 2]) * (g[j][i] - delta[i / 2]);
-        g[j][i] = s[j][i] == -infinity<float>() ? 0.f : gradient;
-      }
+        for (int i = 0; i < 4; ++i) {
+          const float gradient = power_of_two(bounded(s[j][i] * multiplier - lse[i / 2])) * (g[j][i] - delta[i / 2]);
+          g[j][i] = s[j][i] == -infinity<float>() ? 0.f : gradient;
+        }
+    };
+    if (is_huge(lse[0]) || is_huge(lse[1]))
+      weigh([](float x) { return bounded_exponent(x); });
+    else
+      weigh([](float x) { return x; });
   }
 
   // Keys past the last one may be anything: their weights are 0, but 0 * NaN is not.
