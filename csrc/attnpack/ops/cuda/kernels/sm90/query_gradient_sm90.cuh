@@ -112,9 +112,9 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
     hold(s);
     hold(g);
     compute_weights(rows, first_key_, lse, delta, s, g);
-    pack_weights<S>(g, weights);
     for (int i = 1; i < steps_; ++i) {
       const int n = done + i, stage = n % kStages, before = (n - 1) % kStages;
+      end_sum(n - 2, i > 1, g, weights);
       wait(shared_.there[stage], n / kStages & 1);
       begin_products(stage, s, g);
       begin_sum<S, kStep>(sum_, weights, shared_.other[before][0]);
@@ -122,18 +122,22 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
       hold(s);
       hold(g);
       compute_weights(rows, first_key_ + i * kStep, lse, delta, s, g);
-      wait_products<0>();
-      hold(sum_);
-      hold(weights);
-      Base::release(shared_.used[before]);
-      pack_weights<S>(g, weights);
     }
+    end_sum(done + steps_ - 2, steps_ > 1, g, weights);
     const int last = (done + steps_ - 1) % kStages;
     clear_last_keys(last);
     begin_sum<S, kStep>(sum_, weights, shared_.other[last][0]);
     wait_products<0>();
     hold(sum_);
     Base::release(shared_.used[last]);
+  }
+  // As end_values of the forward kernel.
+  ATTNPACK_DEVICE void end_sum(int n, bool some, const Products& g, Weights& weights) {
+    wait_products<0>();
+    hold(sum_);
+    hold(weights);
+    if (some) Base::release(shared_.used[n % kStages]);
+    pack_weights<S>(g, weights);
   }
   // One after the other, because the keys are cleaned between the products of a step.
   ATTNPACK_DEVICE void sum_cleaned(const LaneRows& rows, const float (&lse)[2], const float (&delta)[2], int done) {
