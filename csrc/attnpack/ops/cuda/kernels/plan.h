@@ -233,6 +233,8 @@ static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t
 }
 // How many blocks the backward kernels of sm90/ have, and their shared memory.
 constexpr int64_t kBackwardOwnersSm90 = 128;
+// The query gradient uses the keys of a step until the step after it ends. With two stages no load would be under way.
+constexpr int64_t kBackwardStagesSm90 = 3;
 ATTNPACK_HD static inline int64_t backward_tiles_sm90(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
   const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
   return (owners + kBackwardOwnersSm90 - 1) / kBackwardOwnersSm90;
@@ -241,8 +243,11 @@ static inline int64_t backward_blocks_sm90(const AttentionParams& p, const Backw
   return p.batch * p.num_kv_heads * backward_tiles_sm90(p, plan, of);
 }
 static inline int64_t backward_shared_bytes_sm90(int64_t width) {
-  const int64_t operands = (2 * kBackwardOwnersSm90 + 4 * 64) * width * 2, sums = kBackwardOwnersSm90 * (width + 8) * 4;
-  return ((operands > sums ? operands : sums) + kBackwardOwnersSm90 * kRowBytes + 64 + 1023) / 1024 * 1024;
+  const auto whole = [](int64_t bytes) { return (bytes + 1023) / 1024 * 1024; };
+  const int64_t operands = (2 * kBackwardOwnersSm90 + 2 * kBackwardStagesSm90 * 64) * width * 2;
+  const int64_t sums = kBackwardOwnersSm90 * (width + 8) * 4;
+  // Then barriers, and after them a table of rows with a flag per stage.
+  return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + 16);
 }
 // How many blocks of owners one kv head has.
 ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
