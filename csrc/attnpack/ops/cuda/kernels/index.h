@@ -39,6 +39,24 @@ ATTNPACK_HD constexpr Place lane_for_b(int lane) { return {lane % 8 + lane / 16 
 // - b0, b1 of two neighbouring operands B stored as they are, loaded transposed (values, for P V).
 ATTNPACK_HD constexpr Place lane_for_b_transposed(int lane) { return {lane % 16, lane / 16}; }
 
+// The order of blocks. Where tiles differ in length (`sections`), the longest tiles of several heads come before the
+// next ones of any, so that short blocks fill the gaps that long ones leave. These heads are a section: as many as the
+// L2 cache holds the keys and values of. Without sections a head's tiles follow each other.
+constexpr int64_t kSectionBytes = 32 << 20;
+static inline int64_t heads_of_section(bool sections, int64_t heads, int64_t bytes_of_head) {
+  if (!sections || heads < 1) return 1;
+  const int64_t fitting = bytes_of_head > 0 ? kSectionBytes / bytes_of_head : heads;
+  return fitting < 1 ? 1 : fitting < heads ? fitting : heads;
+}
+struct BlockPlace {
+  int64_t head, tile;  // tile: in the order of the blocks
+};
+ATTNPACK_HD constexpr BlockPlace place_of_block(int64_t block, int64_t heads, int64_t tiles, int64_t section) {
+  const int64_t first = block / (section * tiles) * section, inside = block - first * tiles;
+  const int64_t here = heads - first < section ? heads - first : section;  // the last section may be smaller
+  return {first + inside % here, inside / here};
+}
+
 // Into how many parts the keys of a kv head are cut, by the call's shape and by how many blocks the device runs at
 // once. There are as few parts as keep the device busy. The rule is that of flash-attention's splits: one part where
 // the blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full as the best count's.

@@ -23,9 +23,9 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     bool huge[kStages];  // whether any of a step's rows has a huge lse
   };
 
-  ATTNPACK_DEVICE WarpgroupKeyGradient(const AttentionBackwardParams& bp, const TileMap& key_map,
-                                       const TileMap& value_map, const TileMap& query_map, const TileMap& out_map,
-                                       int64_t block, Shared& shared)
+  ATTNPACK_DEVICE WarpgroupKeyGradient(const AttentionBackwardParams& bp, const BackwardPlan& plan,
+                                       const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
+                                       const TileMap& out_map, int64_t block, Shared& shared)
       : bp_(bp),
         p_(bp.forward),
         key_map_(key_map),
@@ -35,11 +35,11 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
         shared_(shared),
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
-    // The longest tiles come first: with causality the first keys are seen by most rows.
-    const int64_t tiles = (p_.kv_len + kOwners - 1) / kOwners, head = block / tiles;
-    b_ = head / p_.num_kv_heads;
-    kv_head_ = head % p_.num_kv_heads;
-    first_ = block % tiles * kOwners;
+    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kKeyAndValue);
+    const BlockPlace at = place_of_owners(p_, plan, Gradient::kKeyAndValue, tiles, block);
+    b_ = at.head / p_.num_kv_heads;
+    kv_head_ = at.head % p_.num_kv_heads;
+    first_ = at.tile * kOwners;
     count_ = static_cast<int>(p_.kv_len - first_ < kOwners ? p_.kv_len - first_ : kOwners);
     rows_ = rows_that_see(p_, b_, kv_head_, {first_, first_ + kOwners});
     members_ = static_cast<int>(group_size(p_, kv_head_));
@@ -226,11 +226,11 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
 };
 
 template <class S, int Width>
-ATTNPACK_DEVICE void key_gradient_sm90_block(const AttentionBackwardParams& bp, const TileMap& key_map,
-                                             const TileMap& value_map, const TileMap& query_map, const TileMap& out_map,
-                                             int64_t block, void* shared) {
+ATTNPACK_DEVICE void key_gradient_sm90_block(const AttentionBackwardParams& bp, const BackwardPlan& plan,
+                                             const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
+                                             const TileMap& out_map, int64_t block, void* shared) {
   using Tile = WarpgroupKeyGradient<S, Width>;
-  Tile(bp, key_map, value_map, query_map, out_map, block, *static_cast<typename Tile::Shared*>(shared))
+  Tile(bp, plan, key_map, value_map, query_map, out_map, block, *static_cast<typename Tile::Shared*>(shared))
       .compute_gradients();
 }
 

@@ -27,11 +27,11 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
         shared_(shared),
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
-    // The longest tiles come first: with causality the last rows see most keys.
-    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kQuery), head = block / tiles;
-    b_ = head / p_.num_kv_heads;
-    kv_head_ = head % p_.num_kv_heads;
-    first_ = (tiles - 1 - block % tiles) * kOwners;
+    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kQuery);
+    const BlockPlace at = place_of_owners(p_, plan, Gradient::kQuery, tiles, block);
+    b_ = at.head / p_.num_kv_heads;
+    kv_head_ = at.head % p_.num_kv_heads;
+    first_ = at.tile * kOwners;
     const int64_t left = group_size(p_, kv_head_) * p_.q_len - first_;
     count_ = left < kOwners ? static_cast<int>(left) : kOwners;
     keys_ = hull(p_, b_, kv_head_, first_, kOwners);
