@@ -58,26 +58,23 @@ ATTNPACK_HD constexpr BlockPlace place_of_block(int64_t block, int64_t heads, in
 }
 
 // Into how many parts the keys of a kv head are cut, by the call's shape and by how many blocks the device runs at
-// once. There are as few parts as keep the device busy. The rule is that of flash-attention's splits: one part where
-// the blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full as the best count's.
-// Parts begin at multiples of kSplitStep.
+// once. One part where the blocks fill 80% of a wave. Else the smallest count with which the last block ends at most 5%
+// later than with the best count. A block takes the time of its steps, and of one more for its beginning and end. Parts
+// begin at multiples of kSplitStep.
 constexpr int64_t kMostParts = 128, kSplitStep = 64;
 static inline int64_t parts_of_keys(int64_t blocks, int64_t at_once, int64_t kv_len) {
-  constexpr int64_t kFewestSteps = 4;
+  constexpr int64_t kFewestSteps = 2;
   const int64_t steps = kv_len > kSplitStep ? (kv_len + kSplitStep - 1) / kSplitStep : 1;
-  int64_t most = steps / kFewestSteps;
-  if (most > kMostParts) most = kMostParts;
+  const int64_t most = steps / kFewestSteps < kMostParts ? steps / kFewestSteps : kMostParts;
   if (most <= 1 || blocks <= 0 || 5 * blocks >= 4 * at_once) return 1;
-  const auto efficiency = [&](int64_t parts) {
-    const double waves = static_cast<double>(blocks * parts) / static_cast<double>(at_once);
-    const int64_t whole = (blocks * parts + at_once - 1) / at_once;
-    return waves / static_cast<double>(whole);
+  const auto end = [&](int64_t parts) {
+    const int64_t waves = (blocks * parts + at_once - 1) / at_once;
+    return waves * ((steps + parts - 1) / parts + 1);
   };
-  double best = 0;
-  for (int64_t parts = 1; parts <= most; ++parts)
-    if (efficiency(parts) > best) best = efficiency(parts);
+  int64_t best = end(1);
+  for (int64_t parts = 2; parts <= most; ++parts) best = end(parts) < best ? end(parts) : best;
   int64_t parts = 1;
-  while (efficiency(parts) < 0.85 * best) ++parts;
+  while (20 * end(parts) > 21 * best) ++parts;
   const int64_t each = (steps + parts - 1) / parts;
   return (steps + each - 1) / each;
 }

@@ -208,8 +208,7 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
   plan.section = heads_of_section(has_ranges(p), heads * plan.parts,
                                   p.kv_len * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
   if (plan.parts > 1)
-    plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) *
-                           static_cast<int64_t>(p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
+    plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? 8 : 4);
   return plan;
 }
 
