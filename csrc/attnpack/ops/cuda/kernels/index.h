@@ -48,13 +48,24 @@ static inline int64_t heads_of_section(bool sections, int64_t heads, int64_t byt
   const int64_t fitting = bytes_of_head > 0 ? kSectionBytes / bytes_of_head : heads;
   return fitting < 1 ? 1 : fitting < heads ? fitting : heads;
 }
+// A grid has fewer than 2^31 blocks, so 32 bits suffice. A division of 64 bits takes about 150 cycles, and every block
+// would wait for several.
 struct BlockPlace {
-  int64_t head, tile;  // tile: in the order of the blocks
+  int32_t head, tile;  // tile: in the order of the blocks
 };
 ATTNPACK_HD constexpr BlockPlace place_of_block(int64_t block, int64_t heads, int64_t tiles, int64_t section) {
-  const int64_t first = block / (section * tiles) * section, inside = block - first * tiles;
-  const int64_t here = heads - first < section ? heads - first : section;  // the last section may be smaller
-  return {first + inside % here, inside / here};
+  const uint32_t b = static_cast<uint32_t>(block), h = static_cast<uint32_t>(heads), t = static_cast<uint32_t>(tiles),
+                 s = static_cast<uint32_t>(section);
+  const uint32_t first = b / (s * t) * s, inside = b - first * t;
+  const uint32_t here = h - first < s ? h - first : s;  // the last section may be smaller
+  return {static_cast<int32_t>(first + inside % here), static_cast<int32_t>(inside / here)};
+}
+struct HeadPlace {
+  int32_t batch, kv_head;
+};
+ATTNPACK_HD constexpr HeadPlace place_of_head(int32_t head, int64_t num_kv_heads) {
+  const int32_t heads = static_cast<int32_t>(num_kv_heads);
+  return {head / heads, head % heads};
 }
 
 // Into how many parts the keys of a kv head are cut, by the call's shape and by how many blocks the device runs at

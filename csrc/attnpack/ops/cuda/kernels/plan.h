@@ -272,7 +272,7 @@ ATTNPACK_HD static inline BlockPlace place_of_owners(const AttentionParams& p, c
   const bool rows = of == Gradient::kQuery;
   const BlockPlace at =
       place_of_block(block, p.batch * p.num_kv_heads, tiles, rows ? plan.section_of_rows : plan.section_of_keys);
-  return {at.head, rows ? tiles - 1 - at.tile : at.tile};
+  return {at.head, rows ? static_cast<int32_t>(tiles) - 1 - at.tile : at.tile};
 }
 
 static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int64_t most_group, const Device& device) {
