@@ -79,28 +79,68 @@ include({root}/cmake/Cuda.cmake)
 """
 
 
-@pytest.mark.parametrize(
-    "known, asked, wanted",
-    [
-        ("80 90 100 103 110 120 121", "AUTO", ["80", "90", "100", "120"]),
-        ("80 86 90", "AUTO", ["80", "90"]),
-        ("80 90 100", "90a", ["90a"]),
-    ],
-)
-def test_each_architecture_gets_an_image_and_its_ptx(known, asked, wanted, tmp_path):
-    """PTX serves devices that are newer: that of 100 those between 100 and 120, for which the PTX of 120 is too new."""
+@pytest.fixture
+def configure(tmp_path):
+    """configure(known, asked, listed="", here=None): cmake's process, and the rules of the build.
+
+    known: the architectures of nvcc; listed: TORCH_CUDA_ARCH_LIST; here: what nvidia-smi says, if there is one.
+    """
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
     (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\nprintf 'compute_%s\\n' {known}\n")
-    nvcc.chmod(0o755)
-    options = ["-DATTNPACK_CUDA=ON", f"-DATTNPACK_NVCC={nvcc}", f"-DATTNPACK_CUDA_ARCHITECTURES={asked}"]
-    process = run_program("cmake", "-G", "Unix Makefiles", "-S", tmp_path, "-B", tmp_path / "build", *options)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+
+    def add_program(name, body):
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+        return programs / name
+
+    def configure(known, asked, listed="", here=None):
+        nvcc = add_program("nvcc", f"printf 'compute_%s\\n' {known}")
+        add_program("nvidia-smi", "exit 9" if here is None else f"printf '%s\\n' {here}")
+        options = ["-DATTNPACK_CUDA=ON", f"-DATTNPACK_NVCC={nvcc}", f"-DATTNPACK_CUDA_ARCHITECTURES={asked}"]
+        environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "TORCH_CUDA_ARCH_LIST": listed}
+        process = run_program(
+            "cmake", "-G", "Unix Makefiles", "-S", tmp_path, "-B", tmp_path / "build", *options, env=environment
+        )
+        return process, "".join(path.read_text() for path in (tmp_path / "build/CMakeFiles").rglob("build.make"))
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    "known, asked, listed, here, wanted",
+    [
+        ("80 90 100 103 110 120 121", "ALL", "8.0", "9.0", ["80", "90", "100", "120"]),
+        ("80 90 100 120", "AUTO", "", None, ["80", "90", "100", "120"]),
+        ("80 86 90", "AUTO", "", None, ["80", "90"]),
+        ("80 90 100", "90a", "8.0", "10.0", ["90a"]),
+        ("80 90 100", "AUTO", "", "9.0 9.0 8.6", ["90", "86"]),
+        ("80 90 100", "AUTO", "7.5;8.0 9.0+PTX", "10.0", ["80", "90"]),
+        ("80 90 100", "AUTO", "", "8.9", ["89"]),
+    ],
+)
+def test_each_architecture_gets_an_image_and_its_ptx(known, asked, listed, here, wanted, configure):
+    """PTX serves devices that are newer: that of 100 those between 100 and 120, for which the PTX of 120 is too new."""
+    process, rules = configure(known, asked, listed, here)
     assert process.returncode == 0, process.text
-    rules = "".join(path.read_text() for path in (tmp_path / "build/CMakeFiles").rglob("build.make"))
     images = set(re.findall(r"arch=compute_(\w+),code=(sm|compute)_(\w+)", rules))
     of_all = {(name, kind, name) for name in wanted for kind in ("sm", "compute")}
-    assert images == of_all | {("90a", "sm", "90a")}  # the kernels of sm90/ have no PTX: no other device runs it
+    # The kernels of sm90/ have no PTX: no other device runs it. Without such a device stand-ins are compiled.
+    hopper = bool({"90", "90a"} & set(wanted))
+    assert images == of_all | ({("90a", "sm", "90a")} if hopper else set())
+    compiled = [bool(re.search(rf"\b{name}\.cu\b", rules)) for name in ("latent_sm90", "without_sm90")]
+    assert compiled == [hopper, not hopper]
+    assert "--threads 0" in rules
+    # A file that takes minutes is compiled in parts.
+    parts = re.findall(r"-DATTNPACK_STORAGE=\w+ -DATTNPACK_WIDTH=\w+ -DATTNPACK_VALUES=\w+", rules)
+    assert len(set(parts)) == 8 * hopper and ("-DATTNPACK_CHOICE" in rules) == hopper
+
+
+def test_an_architecture_without_a_number_is_refused(configure):
+    process, _ = configure("80 90", "AUTO", "Hopper")
+    assert process.returncode != 0
+    assert re.search(r"TORCH_CUDA_ARCH_LIST\s+names\s+the\s+architecture\s+'Hopper'", process.text)
 
 
 # One kernel of each kind in bf16, so that PTX is made in seconds.
@@ -161,6 +201,30 @@ def test_kernels_hold_the_instructions_that_they_should(tmp_path):
         # Scores are finished in fp32: fp64 is read for masks in fp64, ALiBi and sinks, and dropout compares integers.
         scores = counts[MMA] // 4
         assert found["ld.global.f64"] <= scores + 8 and found["setp.lt.f64"] <= 3, (kernel, found)
+
+
+LAUNCHES = """
+#include <cstdio>
+#include <attnpack/ops/cuda/kernels/launch.cuh>
+__global__ void nothing() {}
+int main() {
+  const auto say = [](const char* error) { std::puts(error ? error : "launched"); };
+  cudaGetLastError();
+  cudaMemcpy(nullptr, nullptr, 1, static_cast<cudaMemcpyKind>(77));
+  say(attnpack::cuda::launch(nothing, 1, 1, 0, 0, nullptr));
+  say(attnpack::cuda::launch(nothing, 0, 1, 0, 0, nullptr));
+}
+"""
+
+
+@nvcc
+def test_the_error_of_an_earlier_call_is_said(tmp_path):
+    source, program = tmp_path / "launches.cu", tmp_path / "launches"
+    source.write_text(LAUNCHES)
+    process = run_program("nvcc", "-std=c++20", "-arch=sm_80", "-I", ROOT / "csrc", source, "-o", program)
+    assert process.returncode == 0, process.text
+    launched, without_blocks = run_program(program).stdout.splitlines()
+    assert launched.startswith("a CUDA call before this one failed: ") and without_blocks == "launched"
 
 
 def test_a_kernel_that_spills_is_refused(tmp_path):

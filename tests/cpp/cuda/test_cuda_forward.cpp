@@ -282,7 +282,8 @@ TEST_CASE("forward of drawn problems") {
     std::mt19937 random(seed);
     const Settings on = draw_settings(random);
     const Shape shape = draw_shape(random, on);
-    const Device device{draw(random, 1, 20), draw(random, 0, 1) ? 227 * 1024 : 99 * 1024};
+    const bool sm90 = draw(random, 0, 1);
+    const Device device{draw(random, 1, 20), sm90 || draw(random, 0, 1) ? 227 * 1024 : 99 * 1024, sm90};
     const int64_t storage = draw(random, 0, 7);
     if (storage < 3)
       check<BFloat16>(shape, on, {}, seed, device);

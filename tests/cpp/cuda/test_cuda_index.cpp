@@ -103,11 +103,44 @@ TEST_CASE("splits cover every key once and follow only shapes") {
         CHECK(parts >= 1);
         CHECK(parts <= kMostParts);
         if (parts > 1) {
-          CHECK(parts * 4 * kSplitStep <= kv_len + kSplitStep);
+          CHECK(parts * 2 * kSplitStep <= kv_len + kSplitStep);
           CHECK(5 * blocks < 4 * at_once);
         }
       }
   CHECK(parts_of_keys(8, 264, 65536) > 16);
+  // By arithmetic, for 264 places. 8 blocks: 64 steps make 32 parts of 2, so 256 places have work; 2,048 steps make 32
+  // of 64 rather than 33 of 63. 1 block: 16 steps make 8 parts. 2 steps are one part. 8 blocks of 132 places: 911 steps
+  // make 16 parts of 57, where 33 of 28 take two waves.
+  CHECK(parts_of_keys(8, 264, 4096) == 32);
+  CHECK(parts_of_keys(8, 264, 131072) == 32);
+  CHECK(parts_of_keys(1, 264, 1000) == 8);
+  CHECK(parts_of_keys(8, 264, 128) == 1);
+  CHECK(parts_of_keys(8, 132, 58254) == 16);
+}
+
+TEST_CASE("each block has a tile of its own, and the longest ones of a section's heads come first") {
+  for (const int64_t heads : {1, 2, 5, 8})
+    for (const int64_t tiles : {1, 3, 7})
+      for (int64_t section = 1; section <= heads; ++section) {
+        std::set<std::pair<int64_t, int64_t>> seen;
+        int64_t wrong = 0, first = 0, tile = 0;
+        for (int64_t block = 0; block < heads * tiles; ++block) {
+          const BlockPlace at = place_of_block(block, heads, tiles, section);
+          seen.insert({at.head, at.tile});
+          wrong += at.head < 0 || at.head >= heads || at.tile < 0 || at.tile >= tiles;
+          if (at.head / section != first / section) first = at.head, tile = 0;
+          wrong += at.head / section < first / section || at.tile < tile;
+          tile = at.tile;
+        }
+        CHECK(wrong == 0);
+        CHECK(static_cast<int64_t>(seen.size()) == heads * tiles);
+      }
+  CHECK(heads_of_section(true, 64, 4 << 20) == 8);
+  CHECK(heads_of_section(true, 3, 4 << 20) == 3);
+  CHECK(heads_of_section(true, 3, 100 << 20) == 1);
+  CHECK(heads_of_section(true, 3, 0) == 3);
+  CHECK(heads_of_section(false, 64, 4 << 20) == 1);
+  CHECK(heads_of_section(true, 0, 1) == 1);
 }
 
 TEST_CASE("units give every pair of a row and a key that it sees to one block") {

@@ -11,6 +11,7 @@
 #include <attnpack/attnpack.h>
 #include <attnpack/ops/cuda/composition.h>
 #include <attnpack/ops/cuda/ops.h>
+#include <attnpack/ops/cuda/run_attention.h>
 #include <attnpack/ops/detail/attention_quantized.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/kv_cache.h>
@@ -172,6 +173,52 @@ TEST_CASE("attention and its gradients are the CPU's") {
         CHECK(near(here[i], there[i], 4 * unit));
       }
     }
+}
+
+// No kernel starts without blocks, and no map of a tensor has a size of 0: the emulator stops at one, as the driver
+// does.
+TEST_CASE("empty tensors give what they give on the CPU, on every device") {
+  const at::NoGradGuard no_grad;
+  constexpr int64_t kFull[] = {2, 4, 2, 50, 130, 64, 64};  // batch, heads, kv heads, q_len, kv_len, dims
+  for (const cuda::Device& device :
+       {cuda::Device{8, 227 * 1024}, cuda::Device{8, 99 * 1024}, cuda::Device{1, 227 * 1024, true}})
+    for (const std::vector<int>& empty : std::vector<std::vector<int>>{{0}, {1}, {1, 2}, {3}, {4}, {3, 4}, {5}, {6}})
+      for (const bool few : {false, true}) {
+        CAPTURE(device.sm90, device.shared_bytes, empty, few);
+        const cuda::EmulatedKernels kernels(device);
+        std::vector<int64_t> n(kFull, kFull + 7);
+        if (few) n[3] = 3;
+        for (const int i : empty) n[i] = 0;
+        const Tensor query = draw({n[0], n[1], n[3], n[5]}), key = draw({n[0], n[2], n[4], n[5]}),
+                     value = draw({n[0], n[2], n[4], n[6]}), grad_out = draw({n[0], n[1], n[3], n[6]});
+        AttentionArguments args = causal_from(80);
+        args.scale = 0.5;
+        args.sinks = at::ones({n[1]});
+        const auto [wanted, wanted_lse] = attention_op(query, key, value, args);
+        const auto [out, lse] = attention_cuda(query, key, value, args);
+        CHECK(out.sizes() == wanted.sizes());
+        CHECK(near(out, wanted, 0.03));
+        CHECK(near(lse, wanted_lse, 1e-4));
+        const auto gradients = [&](const auto& backward) {
+          const auto [q, k, v, m, s] =
+              backward(grad_out, std::nullopt, query, key, value, wanted, wanted_lse, args, false, true);
+          return std::vector<Tensor>{q, k, v, s};
+        };
+        const auto there = gradients(attention_backward_op), here = gradients(attention_backward_cuda);
+        for (size_t i = 0; i < there.size(); ++i) {
+          CHECK(here[i].sizes() == there[i].sizes());
+          CHECK(near(here[i], there[i], 0.12));
+        }
+      }
+}
+
+TEST_CASE("calls whose steps would not be counted in 32 bits run without kernels") {
+  const Tensor query = at::empty({1}).expand({1, 2, 3, 64});
+  constexpr int64_t kEnd = int64_t{1} << 31, kStep = cuda::kMostKeysOfStep;
+  CHECK(countable(query, kEnd - 2 * kStep - 1));
+  CHECK(!countable(query, kEnd - kStep));  // rounded up to a step it would be 2^31
+  CHECK(!countable(at::empty({1}).expand({1, 2, kEnd - kStep, 64}), 5));
+  CHECK(!countable(at::empty({1}).expand({1, kEnd - kStep, 3, 64}), 5));
 }
 
 TEST_CASE("named keys and their gradients are the CPU's") {

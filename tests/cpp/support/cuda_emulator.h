@@ -481,6 +481,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 
 inline float power_of_two(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1 / x; }
 
 // Every block finds garbage in its shared memory. Returns the most bank conflicts of any instruction; 1: none.
 template <class Shared, class Body>

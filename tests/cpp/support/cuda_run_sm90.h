@@ -68,9 +68,10 @@ void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& p
                   [&](int64_t i, void* shared) {
                     query_gradient_sm90_block<S, Width>(bp, plan, steps_of_keys, steps_of_values, i, shared);
                   });
-  run_tiles<Keys>(
-      backward_blocks_sm90(p, plan, Gradient::kKeyAndValue), backward_shared_bytes_sm90(Width), seed,
-      [&](int64_t i, void* shared) { key_gradient_sm90_block<S, Width>(bp, keys, values, queries, outs, i, shared); });
+  run_tiles<Keys>(backward_blocks_sm90(p, plan, Gradient::kKeyAndValue), backward_shared_bytes_sm90(Width), seed,
+                  [&](int64_t i, void* shared) {
+                    key_gradient_sm90_block<S, Width>(bp, plan, keys, values, queries, outs, i, shared);
+                  });
 }
 template <class S>
 void run_backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {

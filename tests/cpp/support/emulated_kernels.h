@@ -14,7 +14,10 @@ inline int64_t& launches() {
   return count;
 }
 
-constexpr Device kEmulatedDevice{8, 227 * 1024};
+inline Device& emulated_device() {
+  static Device device{};
+  return device;
+}
 
 // Calls f with one value of the storage type.
 template <class F>
@@ -26,7 +29,7 @@ void with_emulated_storage(DType dtype, const F& f) {
 }
 
 inline ForwardPlan emulated_plan(const AttentionParams& p, int64_t most_group, int) {
-  return plan_forward(p, most_group, kEmulatedDevice);
+  return plan_forward(p, most_group, emulated_device());
 }
 inline const char* emulated_forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int, void*) {
   launches() += plan.parts > 1 ? 2 : 1;
@@ -35,13 +38,13 @@ inline const char* emulated_forward(const AttentionParams& p, const ForwardPlan&
 }
 inline const char* emulated_backward(const AttentionBackwardParams& bp, int64_t most_group, int, void*) {
   launches() += 3;
-  const BackwardPlan plan = plan_backward(bp, most_group, kEmulatedDevice);
+  const BackwardPlan plan = plan_backward(bp, most_group, emulated_device());
   with_emulated_storage(bp.forward.dtype, [&](auto storage) { run_backward<decltype(storage)>(bp, plan, 6); });
   return nullptr;
 }
 inline bool emulated_reads_source(const AttentionParams& p, int64_t most_group, int) {
-  return p.quantized_bits ? reads_quantized(p, most_group, kEmulatedDevice)
-                          : reads_pages(p, most_group, kEmulatedDevice);
+  return p.quantized_bits ? reads_quantized(p, most_group, emulated_device())
+                          : reads_pages(p, most_group, emulated_device());
 }
 template <class S, bool Rotates>
 void run_place(const PlaceParams& p) {
@@ -73,10 +76,11 @@ inline const char* emulated_quantize(const QuantizeParams& p, RowsTo to, int64_t
   return nullptr;
 }
 
-// Puts the emulated kernels in for as long as it lives.
+// Puts the emulated kernels in, of one device, for as long as it lives.
 class EmulatedKernels {
  public:
-  EmulatedKernels() {
+  explicit EmulatedKernels(const Device& device = {8, 227 * 1024}) {
+    emulated_device() = device;
     static constexpr CudaKernels kTable{[](int) { return true; }, emulated_plan,     emulated_forward,
                                         emulated_reads_source,    emulated_backward, emulated_place,
                                         emulated_quantize,        nullptr,           nullptr};

@@ -36,7 +36,8 @@ AttentionResult run_cuda_forward(const CudaKernels& kernels, CudaAttention& call
 }
 
 bool countable(const Tensor& query, int64_t kv_len) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 64;
+  // A count may be rounded up to whole steps, from a beginning that is rounded down to one.
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 2 * cuda::kMostKeysOfStep;
   return query.size(1) <= kMost && query.size(2) <= kMost && kv_len <= kMost;
 }
 

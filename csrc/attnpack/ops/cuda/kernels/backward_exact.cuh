@@ -33,7 +33,7 @@ ATTNPACK_DEVICE A pair_weight(const AttentionBackwardParams& bp, int64_t b, cons
   const A score = finish_score(p, b, row, key, product, &slope);
   if (score == -infinity<A>()) return A(-0.0);
   const int64_t index = (b * p.num_heads + row.head) * p.q_len + row.query;
-  const A probability = std::exp(score - static_cast<const A*>(p.lse)[index]);
+  const A probability = std::exp(bounded_exponent(score - static_cast<const A*>(p.lse)[index]));
   const A kept = p.dropout_p > 0 ? dropout_factor<A>(p, b, row, key) : A(1);
   if (Of == Gradient::kValue) return unmarked(probability * kept);
   const A gradient = probability * (kept * grad_product - static_cast<const A*>(bp.delta)[index]);

@@ -63,12 +63,11 @@ class BackwardTile {
   ATTNPACK_DEVICE BackwardTile(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
                                Shared& shared)
       : bp_(bp), p_(bp.forward), shared_(shared), lane_(thread_id() % kWarp), warp_(thread_id() / kWarp) {
-    const int64_t tiles = backward_tiles(p_, plan, Of), tile = block % tiles, head = block / tiles;
-    b_ = head / p_.num_kv_heads;
-    kv_head_ = head % p_.num_kv_heads;
-    // The longest tiles come first: with causality the last rows see most keys, and the first keys are seen by most
-    // rows.
-    first_ = (kOwnsRows ? tiles - 1 - tile : tile) * kTileOwners;
+    const BlockPlace at = place_of_owners(p_, plan, Of, backward_tiles(p_, plan, Of), block);
+    const HeadPlace head = place_of_head(at.head, p_.num_kv_heads);
+    b_ = head.batch;
+    kv_head_ = head.kv_head;
+    first_ = static_cast<int64_t>(at.tile) * kTileOwners;
     const int64_t left = (kOwnsRows ? group_size(p_, kv_head_) * p_.q_len : p_.kv_len) - first_;
     count_ = left < kTileOwners ? static_cast<int>(left) : kTileOwners;
     others_ = kOwnsRows ? hull(p_, b_, kv_head_, first_, kTileOwners)
@@ -240,7 +239,7 @@ class BackwardTile {
             score = finish_score(p_, rule, rows.rule[r], row, key, score, &slope);
         }
         const bool seen = score != -infinity<float>();
-        const float probability = seen ? power_of_two((score * scale - rows.lse[r]) * kLog2E) : 0.f;
+        const float probability = seen ? power_of_two(bounded_exponent(score * scale - rows.lse[r]) * kLog2E) : 0.f;
         float kept = 1;
         if (p_.dropout_p > 0)
           kept = dropped_at(p_, seed, first_place(p_, b_, rows.row[r].head, rows.row[r].query) + key) ? 0 : kept_factor;

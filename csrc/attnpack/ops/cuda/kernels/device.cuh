@@ -85,6 +85,12 @@ ATTNPACK_DEVICE void multiply_add<Float16>(float (&c)[4], const uint32_t (&a)[4]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// 1 / x, within one unit in the last place; 1 / inf is 0.
+ATTNPACK_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // 2^x, within two units in the last place; 2^-inf is 0.
 ATTNPACK_DEVICE float power_of_two(float x) {
   float y;

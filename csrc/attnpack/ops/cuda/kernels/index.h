@@ -39,27 +39,53 @@ ATTNPACK_HD constexpr Place lane_for_b(int lane) { return {lane % 8 + lane / 16 
 // - b0, b1 of two neighbouring operands B stored as they are, loaded transposed (values, for P V).
 ATTNPACK_HD constexpr Place lane_for_b_transposed(int lane) { return {lane % 16, lane / 16}; }
 
+// The order of blocks. Where tiles differ in length (`sections`), the longest tiles of several heads come before the
+// next ones of any, so that short blocks fill the gaps that long ones leave. These heads are a section: as many as the
+// L2 cache holds the keys and values of. Without sections a head's tiles follow each other.
+constexpr int64_t kSectionBytes = 32 << 20;
+static inline int64_t heads_of_section(bool sections, int64_t heads, int64_t bytes_of_head) {
+  if (!sections || heads < 1) return 1;
+  const int64_t fitting = bytes_of_head > 0 ? kSectionBytes / bytes_of_head : heads;
+  return fitting < 1 ? 1 : fitting < heads ? fitting : heads;
+}
+// A grid has fewer than 2^31 blocks, so 32 bits suffice. A division of 64 bits takes about 150 cycles, and every block
+// would wait for several.
+struct BlockPlace {
+  int32_t head, tile;  // tile: in the order of the blocks
+};
+ATTNPACK_HD constexpr BlockPlace place_of_block(int64_t block, int64_t heads, int64_t tiles, int64_t section) {
+  const uint32_t b = static_cast<uint32_t>(block), h = static_cast<uint32_t>(heads), t = static_cast<uint32_t>(tiles),
+                 s = static_cast<uint32_t>(section);
+  const uint32_t first = b / (s * t) * s, inside = b - first * t;
+  const uint32_t here = h - first < s ? h - first : s;  // the last section may be smaller
+  return {static_cast<int32_t>(first + inside % here), static_cast<int32_t>(inside / here)};
+}
+struct HeadPlace {
+  int32_t batch, kv_head;
+};
+ATTNPACK_HD constexpr HeadPlace place_of_head(int32_t head, int64_t num_kv_heads) {
+  const int32_t heads = static_cast<int32_t>(num_kv_heads);
+  return {head / heads, head % heads};
+}
+
 // Into how many parts the keys of a kv head are cut, by the call's shape and by how many blocks the device runs at
-// once. There are as few parts as keep the device busy. The rule is that of flash-attention's splits: one part where
-// the blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full as the best count's.
-// Parts begin at multiples of kSplitStep.
+// once. One part where the blocks fill 80% of a wave. Else the smallest count with which the last block ends at most 5%
+// later than with the best count. A block takes the time of its steps, and of one more for its beginning and end. Parts
+// begin at multiples of kSplitStep.
 constexpr int64_t kMostParts = 128, kSplitStep = 64;
 static inline int64_t parts_of_keys(int64_t blocks, int64_t at_once, int64_t kv_len) {
-  constexpr int64_t kFewestSteps = 4;
+  constexpr int64_t kFewestSteps = 2;
   const int64_t steps = kv_len > kSplitStep ? (kv_len + kSplitStep - 1) / kSplitStep : 1;
-  int64_t most = steps / kFewestSteps;
-  if (most > kMostParts) most = kMostParts;
+  const int64_t most = steps / kFewestSteps < kMostParts ? steps / kFewestSteps : kMostParts;
   if (most <= 1 || blocks <= 0 || 5 * blocks >= 4 * at_once) return 1;
-  const auto efficiency = [&](int64_t parts) {
-    const double waves = static_cast<double>(blocks * parts) / static_cast<double>(at_once);
-    const int64_t whole = (blocks * parts + at_once - 1) / at_once;
-    return waves / static_cast<double>(whole);
+  const auto end = [&](int64_t parts) {
+    const int64_t waves = (blocks * parts + at_once - 1) / at_once;
+    return waves * ((steps + parts - 1) / parts + 1);
   };
-  double best = 0;
-  for (int64_t parts = 1; parts <= most; ++parts)
-    if (efficiency(parts) > best) best = efficiency(parts);
+  int64_t best = end(1);
+  for (int64_t parts = 2; parts <= most; ++parts) best = end(parts) < best ? end(parts) : best;
   int64_t parts = 1;
-  while (efficiency(parts) < 0.85 * best) ++parts;
+  while (20 * end(parts) > 21 * best) ++parts;
   const int64_t each = (steps + parts - 1) / parts;
   return (steps + each - 1) / each;
 }

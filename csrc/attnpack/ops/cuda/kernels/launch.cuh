@@ -2,23 +2,36 @@
 
 #include <cuda_runtime.h>
 
+#include <string>
+
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 // Launches a kernel on a params struct, and dispatches on the storage type.
 namespace attnpack::cuda {
 
-#define ATTNPACK_CUDA_CHECK(call)                                                                 \
-  do {                                                                                            \
-    if (const cudaError_t error = (call); error != cudaSuccess) return cudaGetErrorString(error); \
+#define ATTNPACK_CUDA_CHECK(call)                                 \
+  do {                                                            \
+    if (const cudaError_t error = (call); error != cudaSuccess) { \
+      cudaGetLastError();                                         \
+      return cudaGetErrorString(error);                           \
+    }                                                             \
   } while (0)
 
-// An error of an earlier launch is not this launch's own. It is cleared here, and the caller of that launch reports it.
+// An error that an earlier call left behind is said here, once, as torch's checks say it. Else nobody would hear of it.
+inline const char* earlier_error() {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess || error == cudaErrorNotReady) return nullptr;
+  thread_local std::string words;
+  words = std::string("a CUDA call before this one failed: ") + cudaGetErrorString(error);
+  return words.c_str();
+}
+
 template <class Kernel, class... Arguments>
 const char* launch(Kernel* kernel, int64_t blocks, int threads, int64_t shared_bytes, int device, void* stream,
                    const Arguments&... arguments) {
   if (blocks == 0) return nullptr;
   if (blocks > 0x7fffffff) return "the call has more blocks of work than a CUDA grid holds";
-  cudaGetLastError();
+  if (const char* error = earlier_error()) return error;
   ATTNPACK_CUDA_CHECK(cudaSetDevice(device));
   if (shared_bytes > 48 * 1024)
     ATTNPACK_CUDA_CHECK(

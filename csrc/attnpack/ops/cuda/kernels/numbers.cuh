@@ -121,4 +121,14 @@ ATTNPACK_HD inline bool is_finite(float x) { return (float_bits(x) & 0x7f800000u
 ATTNPACK_HD inline float larger(float a, float b) { return fmaxf(a, b); }
 ATTNPACK_HD inline double larger(double a, double b) { return fmax(a, b); }
 
+// The exponent of a probability, score - lse, which is 0 at most. The roundings of two huge numbers differ by more than
+// 1, so the difference is bounded. NaN compares false, so it stays.
+template <class A>
+ATTNPACK_HD inline A bounded_exponent(A x) {
+  return x > A(0) ? A(0) : x;
+}
+// From this size of lse on, in powers of two, the roundings show: below it they raise a probability by a few percent.
+constexpr float kHugeScore = 1 << 17;
+ATTNPACK_HD inline bool is_huge(float x) { return std::fabs(x) > kHugeScore; }
+
 }  // namespace attnpack::cuda

@@ -31,8 +31,10 @@ ATTNPACK_HD inline Range keys_of_part(const AttentionParams& p, const ForwardPla
 
 // The last tiles come first: with causality they are the longest.
 ATTNPACK_HD inline Unit unit_of(const AttentionParams& p, const ForwardPlan& plan, int64_t index) {
-  const int64_t tile = plan.tiles - 1 - index % plan.tiles, head = index / plan.tiles / plan.parts;
-  Unit u{head / p.num_kv_heads, head % p.num_kv_heads, tile * plan.tile_rows, index / plan.tiles % plan.parts, {}};
+  const BlockPlace at = place_of_block(index, p.batch * p.num_kv_heads * plan.parts, plan.tiles, plan.section);
+  const int32_t parts = static_cast<int32_t>(plan.parts);
+  const HeadPlace head = place_of_head(at.head / parts, p.num_kv_heads);
+  Unit u{head.batch, head.kv_head, (plan.tiles - 1 - at.tile) * plan.tile_rows, at.head % parts, {}};
   u.keys = intersection(hull(p, u.b, u.kv_head, u.first, plan.tile_rows), keys_of_part(p, plan, u.b, u.part));
   return u;
 }

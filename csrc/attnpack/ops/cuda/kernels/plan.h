@@ -15,6 +15,12 @@ ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) {
 }
 ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
 
+// Whether rows see different numbers of keys.
+ATTNPACK_HD static inline bool has_ranges(const AttentionParams& p) {
+  return p.causal || p.window_left >= 0 || p.window_right >= 0;
+}
+static inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
 enum class ForwardKernel : int32_t { kExact, kPrefill, kDecode, kLatent, kSm90, kLatentSm90 };
 
 struct ForwardPlan {
@@ -26,6 +32,7 @@ struct ForwardPlan {
   int64_t tiles;          // tiles of a kv head's rows
   int64_t column_blocks;  // exact kernel: blocks that share the columns of the values
   int64_t parts;          // of the keys
+  int64_t section;        // heads of a section, each part counted as a head (place_of_block)
   int64_t blocks;
   int64_t workspace_bytes;  // memory for the partial results, if there are several parts
 };
@@ -35,6 +42,7 @@ constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
 constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
 constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+constexpr int64_t kMostKeysOfStep = 128;                        // of all kernels
 constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
 
 struct Device {
@@ -197,9 +205,10 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles * plan.column_blocks;
   plan.parts = parts_of_keys(blocks, at_once, p.kv_len);
   plan.blocks = blocks * plan.parts;
+  plan.section = heads_of_section(has_ranges(p), heads * plan.parts,
+                                  p.kv_len * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
   if (plan.parts > 1)
-    plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) *
-                           static_cast<int64_t>(p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
+    plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? 8 : 4);
   return plan;
 }
 
@@ -211,6 +220,8 @@ struct BackwardPlan {
   int32_t width;       // head dims that the tensor-core kernels have room for: 64, 128, 256; 0: the exact ones
   int64_t most_group;  // size of the largest group of query heads that share a kv head
   bool sm90;           // whether the kernels of sm90/ take the call
+  // Heads of a section (place_of_block) for blocks of rows, whose others are keys, and for blocks of keys.
+  int64_t section_of_rows, section_of_keys;
 };
 
 constexpr int64_t backward_step(int64_t width) { return width <= 64 ? 64 : width <= 128 ? 32 : 16; }
@@ -232,6 +243,8 @@ static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t
 }
 // How many blocks the backward kernels of sm90/ have, and their shared memory.
 constexpr int64_t kBackwardOwnersSm90 = 128;
+// The query gradient uses the keys of a step until the step after it ends. With two stages no load would be under way.
+constexpr int64_t kBackwardStagesSm90 = 3;
 ATTNPACK_HD static inline int64_t backward_tiles_sm90(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
   const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
   return (owners + kBackwardOwnersSm90 - 1) / kBackwardOwnersSm90;
@@ -240,13 +253,26 @@ static inline int64_t backward_blocks_sm90(const AttentionParams& p, const Backw
   return p.batch * p.num_kv_heads * backward_tiles_sm90(p, plan, of);
 }
 static inline int64_t backward_shared_bytes_sm90(int64_t width) {
-  const int64_t operands = (2 * kBackwardOwnersSm90 + 4 * 64) * width * 2, sums = kBackwardOwnersSm90 * (width + 8) * 4;
-  return ((operands > sums ? operands : sums) + kBackwardOwnersSm90 * kRowBytes + 64 + 1023) / 1024 * 1024;
+  const auto whole = [](int64_t bytes) { return (bytes + 1023) / 1024 * 1024; };
+  const int64_t operands = (2 * kBackwardOwnersSm90 + 2 * kBackwardStagesSm90 * 64) * width * 2;
+  const int64_t sums = kBackwardOwnersSm90 * (width + 8) * 4;
+  // Then barriers, and after them a table of rows with a flag per stage.
+  return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + 16);
 }
 // How many blocks of owners one kv head has.
 ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
   const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
   return (owners + kBackwardOwners - 1) / kBackwardOwners;
+}
+
+// The kv head of all sequences and the tile of a block. The longest tiles come first: with causality the last rows see
+// most keys, and the first keys are seen by most rows.
+ATTNPACK_HD static inline BlockPlace place_of_owners(const AttentionParams& p, const BackwardPlan& plan, Gradient of,
+                                                     int64_t tiles, int64_t block) {
+  const bool rows = of == Gradient::kQuery;
+  const BlockPlace at =
+      place_of_block(block, p.batch * p.num_kv_heads, tiles, rows ? plan.section_of_rows : plan.section_of_keys);
+  return {at.head, rows ? static_cast<int32_t>(tiles) - 1 - at.tile : at.tile};
 }
 
 static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int64_t most_group, const Device& device) {
@@ -256,7 +282,10 @@ static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int6
   if (!fits_tensor_cores(p) || !aligned(bp.grad_out, bp.grad_out_strides, p.v_head_dim) ||
       backward_shared_bytes(width) > device.shared_bytes)
     width = 0;
-  return {width, most_group, device.sm90 && backward_fits_sm90(bp, width)};
+  const int64_t heads = p.batch * p.num_kv_heads, bytes = (p.head_dim + p.v_head_dim) * bytes_of(p.dtype);
+  return {width, most_group, device.sm90 && backward_fits_sm90(bp, width),
+          heads_of_section(has_ranges(p), heads, p.kv_len * bytes),
+          heads_of_section(has_ranges(p), heads, most_group * p.q_len * bytes)};
 }
 
 }  // namespace attnpack::cuda

@@ -16,11 +16,11 @@ __global__ void __launch_bounds__(WarpgroupQueryGradient<S, Width>::kThreads, 1)
 
 template <class S, int Width>
 __global__ void __launch_bounds__(WarpgroupKeyGradient<S, Width>::kThreads, 1)
-    key_gradient_kernel(const __grid_constant__ AttentionBackwardParams bp, const __grid_constant__ TileMap key_map,
-                        const __grid_constant__ TileMap value_map, const __grid_constant__ TileMap query_map,
-                        const __grid_constant__ TileMap out_map) {
+    key_gradient_kernel(const __grid_constant__ AttentionBackwardParams bp, const __grid_constant__ BackwardPlan plan,
+                        const __grid_constant__ TileMap key_map, const __grid_constant__ TileMap value_map,
+                        const __grid_constant__ TileMap query_map, const __grid_constant__ TileMap out_map) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  key_gradient_sm90_block<S, Width>(bp, key_map, value_map, query_map, out_map, blockIdx.x, shared);
+  key_gradient_sm90_block<S, Width>(bp, plan, key_map, value_map, query_map, out_map, blockIdx.x, shared);
 }
 
 template <class S, int Width>
@@ -46,7 +46,7 @@ const char* launch_gradients(const AttentionBackwardParams& bp, const BackwardPl
                    sizeof(typename Rows::Shared), device, stream, bp, plan, steps_of_keys, steps_of_values);
   if (!error)
     error = launch(key_gradient_kernel<S, Width>, backward_blocks_sm90(p, plan, Gradient::kKeyAndValue), Keys::kThreads,
-                   sizeof(typename Keys::Shared), device, stream, bp, keys, values, queries, outs);
+                   sizeof(typename Keys::Shared), device, stream, bp, plan, keys, values, queries, outs);
   return error;
 }
 

@@ -15,7 +15,7 @@ struct WarpgroupBackward {
   static constexpr int kOwners = 64 * kGroups;
   static_assert(kOwners == kBackwardOwnersSm90);
   static constexpr int kStep = 64;  // others per step
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kBackwardStagesSm90;
   static constexpr int kBoth = 1;               // the barrier of the two warpgroups
   static constexpr int kSumStride = Width + 8;  // as in forward_mma.cuh
   static constexpr int kPairBytes = 2 * kStep * Width * 2;

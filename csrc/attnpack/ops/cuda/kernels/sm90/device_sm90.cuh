@@ -68,12 +68,13 @@ ATTNPACK_DEVICE void copy_box(void* panel, const TileMap& map, Barrier& barrier,
 // Afterwards, and after the next barrier, products and copies of boxes see this thread's stores to shared memory.
 ATTNPACK_DEVICE void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Barriers of some warps of a block, by number. 0 is that of sync_block.
+// Barriers of some warps of a block, by number. 0 is that of sync_block. Not `bar`, whose full name is barrier.aligned:
+// that promises that all threads execute one and the same instruction, and warps of different roles do not.
 ATTNPACK_DEVICE void sync_threads(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 ATTNPACK_DEVICE void arrive_threads(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+  asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // All warps of a warpgroup pass registers on, or take them.

@@ -18,6 +18,7 @@ class WarpgroupForward {
   static constexpr int kWorkers = kGroups * kWarpgroup, kThreads = kWorkers + kWarpgroup;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kKeys = Values <= 128 ? 128 : 64;  // per step
+  static_assert(kKeys <= kMostKeysOfStep);
   static constexpr int kStages = 2;
   static constexpr int kOutStride = Values + 8;  // as in forward_mma.cuh
 
@@ -128,12 +129,12 @@ class WarpgroupForward {
       hold(s);
       release(shared_.keys_used[done % kStages]);
       apply_softmax(rows, first_key_, s, factor);
-      pack_weights<S>(s, weights);
       // The warpgroups clean values together, so no turns then.
       const bool in_turn = !cleaned;
       if (in_turn && group_ == 1) arrive_threads(kTurn, kWorkers);
       for (int i = 1; i < steps_; ++i) {
         const int n = done + i, stage = n % kStages, before = (n - 1) % kStages;
+        end_values(stage, i > 1, factor, s, weights);  // step n - 2 had this stage too
         wait(shared_.keys_there[stage], n / kStages & 1);
         if (in_turn) sync_threads(kTurn + group_, kWorkers);
         multiply_keys(stage, s);
@@ -145,13 +146,8 @@ class WarpgroupForward {
         hold(s);
         release(shared_.keys_used[stage]);
         apply_softmax(rows, first_key_ + i * kKeys, s, factor);
-        wait_products<0>();
-        hold(out_);
-        hold(weights);
-        release(shared_.values_used[before]);
-        rescale(factor);
-        pack_weights<S>(s, weights);
       }
+      end_values((done + steps_) % kStages, steps_ > 1, factor, s, weights);
       if (in_turn && group_ == 0) sync_threads(kTurn, kWorkers);
       const int last = done + steps_ - 1;
       wait(shared_.values_there[last % kStages], last / kStages & 1);
@@ -191,6 +187,18 @@ class WarpgroupForward {
   }
   ATTNPACK_DEVICE void add_values(int stage, Weights& weights) {
     begin_sum<S, kKeys>(out_, weights, shared_.value[stage]);
+  }
+
+  // Ends the products of the values of a stage, if there are any, and packs the weights s of the step after it. This
+  // begins a turn of the loop, because ptxas moves a wait that ends one to before the softmax, which would then wait
+  // too.
+  ATTNPACK_DEVICE void end_values(int stage, bool some, const float (&factor)[2], const Products& s, Weights& weights) {
+    wait_products<0>();
+    hold(out_);
+    hold(weights);
+    if (some) release(shared_.values_used[stage]);
+    rescale(factor);
+    pack_weights<S>(s, weights);
   }
 
   // Turns s into weights, and updates max and sum. factor: of the output so far.

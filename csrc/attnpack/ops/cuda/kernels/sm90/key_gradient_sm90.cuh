@@ -20,11 +20,12 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
   };
   struct Shared : Base::Shared {
     alignas(16) Other rows[kStages][kStep];
+    bool huge[kStages];  // whether any of a step's rows has a huge lse
   };
 
-  ATTNPACK_DEVICE WarpgroupKeyGradient(const AttentionBackwardParams& bp, const TileMap& key_map,
-                                       const TileMap& value_map, const TileMap& query_map, const TileMap& out_map,
-                                       int64_t block, Shared& shared)
+  ATTNPACK_DEVICE WarpgroupKeyGradient(const AttentionBackwardParams& bp, const BackwardPlan& plan,
+                                       const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
+                                       const TileMap& out_map, int64_t block, Shared& shared)
       : bp_(bp),
         p_(bp.forward),
         key_map_(key_map),
@@ -34,11 +35,12 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
         shared_(shared),
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
-    // The longest tiles come first: with causality the first keys are seen by most rows.
-    const int64_t tiles = (p_.kv_len + kOwners - 1) / kOwners, head = block / tiles;
-    b_ = head / p_.num_kv_heads;
-    kv_head_ = head % p_.num_kv_heads;
-    first_ = block % tiles * kOwners;
+    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kKeyAndValue);
+    const BlockPlace at = place_of_owners(p_, plan, Gradient::kKeyAndValue, tiles, block);
+    const HeadPlace head = place_of_head(at.head, p_.num_kv_heads);
+    b_ = head.batch;
+    kv_head_ = head.kv_head;
+    first_ = static_cast<int64_t>(at.tile) * kOwners;
     count_ = static_cast<int>(p_.kv_len - first_ < kOwners ? p_.kv_len - first_ : kOwners);
     rows_ = rows_that_see(p_, b_, kv_head_, {first_, first_ + kOwners});
     members_ = static_cast<int>(group_size(p_, kv_head_));
@@ -49,7 +51,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
   }
 
   ATTNPACK_DEVICE void compute_gradients() {
-    Base::set_up_barriers(shared_, 2);
+    Base::set_up_barriers(shared_, 1 + kWarp);
     sync_block();
     run_roles<kWorkers>(
         shared_.broken,
@@ -84,13 +86,15 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     }
   }
 
-  // A warp of its own. Rows past the last one see no key.
+  // A warp of its own, of which all lanes arrive: sanitizers follow only threads that do. Rows past the last one see no
+  // key.
   ATTNPACK_DEVICE void fill_tables(int done) {
     if (thread_id() / kWarp != kWorkers / kWarp + 1) return;
     for (int i = 0; i < steps_; ++i) {
       const int n = done + i, stage = n % kStages;
       const int64_t head = head_of_step(i);
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
+      bool huge = false;
       for (int r = lane_; r < kStep; r += kWarp) {
         const int64_t query = query_of_step(i) + r, at = (b_ * p_.num_heads + head) * p_.q_len + query;
         Other row{0, 0, 0, 0};
@@ -101,8 +105,11 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
                  static_cast<int32_t>(keys.begin < keys.end ? keys.end : 0)};
         }
         shared_.rows[stage][r] = row;
+        huge |= is_huge(row.lse);
       }
-      Base::release(shared_.there[stage]);
+      huge = ballot(huge) != 0;
+      if (lane_ == 0) shared_.huge[stage] = huge;
+      arrive(shared_.there[stage]);
     }
   }
 
@@ -121,7 +128,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
       wait_products<1>();
       hold(s);
       const Other* rows = shared_.rows[stage];
-      compute_probabilities(rows, s);
+      compute_probabilities(rows, shared_.huge[stage], s);
       pack_weights<S>(s, weights);
       if (cleaned) {
         wait_products<0>();
@@ -145,23 +152,26 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
 
   ATTNPACK_DEVICE int first_owner() const { return 16 * (thread_id() / kWarp); }
 
-  // s: keys by rows. Excluded pairs become -0, the mark of excluded pairs, whatever their products are.
-  ATTNPACK_DEVICE void compute_probabilities(const Other* rows, Products& s) {
+  // s: keys by rows. Excluded pairs become -0, the mark of excluded pairs, whatever their products are. Each question
+  // is asked once for all scores, because a score has time for few instructions.
+  ATTNPACK_DEVICE void compute_probabilities(const Other* rows, bool huge, Products& s) {
     const float multiplier = multiplier_of<Scores::kPlain>(p_);
     // The ranges of later rows never begin or end earlier. A row past the last one ends at 0.
     const Other &lowest = rows[0], &highest = rows[kStep - 1];
     const int32_t end = static_cast<int32_t>(first_) + kOwners;
     const bool inside = lowest.end >= end && highest.end >= end && highest.begin <= first_;
     const int32_t key = static_cast<int32_t>(first_) + first_owner() + lane_ / 4;
+    const auto for_each = [&](const auto& change) {
 #pragma unroll
-    for (int j = 0; j < kStep / 8; ++j)
+      for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Other& row = rows[8 * j + lane_ % 4 * 2 + (i & 1)];
-        const float probability = power_of_two(s[j][i] * multiplier - row.lse);
-        const int32_t key_of_score = key + (i >> 1) * 8;
-        s[j][i] = inside || (key_of_score >= row.begin && key_of_score < row.end) ? probability : -0.f;
-      }
+        for (int i = 0; i < 4; ++i) change(s[j][i], rows[8 * j + lane_ % 4 * 2 + (i & 1)], key + (i >> 1) * 8);
+    };
+    for_each([&](float& x, const Other& row, int32_t) { x = x * multiplier - row.lse; });
+    if (huge) for_each([](float& x, const Other&, int32_t) { x = bounded_exponent(x); });
+    for_each([](float& x, const Other&, int32_t) { x = power_of_two(x); });
+    if (!inside)
+      for_each([](float& x, const Other& row, int32_t own) { x = own >= row.begin && own < row.end ? x : -0.f; });
   }
   // g = dS / scale = P (dP - delta).
   ATTNPACK_DEVICE void compute_gradients_of_scores(const Other* rows, const Products& s, Products& g) {
@@ -217,11 +227,11 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
 };
 
 template <class S, int Width>
-ATTNPACK_DEVICE void key_gradient_sm90_block(const AttentionBackwardParams& bp, const TileMap& key_map,
-                                             const TileMap& value_map, const TileMap& query_map, const TileMap& out_map,
-                                             int64_t block, void* shared) {
+ATTNPACK_DEVICE void key_gradient_sm90_block(const AttentionBackwardParams& bp, const BackwardPlan& plan,
+                                             const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
+                                             const TileMap& out_map, int64_t block, void* shared) {
   using Tile = WarpgroupKeyGradient<S, Width>;
-  Tile(bp, key_map, value_map, query_map, out_map, block, *static_cast<typename Tile::Shared*>(shared))
+  Tile(bp, plan, key_map, value_map, query_map, out_map, block, *static_cast<typename Tile::Shared*>(shared))
       .compute_gradients();
 }
 

@@ -27,11 +27,12 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
         shared_(shared),
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
-    // The longest tiles come first: with causality the last rows see most keys.
-    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kQuery), head = block / tiles;
-    b_ = head / p_.num_kv_heads;
-    kv_head_ = head % p_.num_kv_heads;
-    first_ = (tiles - 1 - block % tiles) * kOwners;
+    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kQuery);
+    const BlockPlace at = place_of_owners(p_, plan, Gradient::kQuery, tiles, block);
+    const HeadPlace head = place_of_head(at.head, p_.num_kv_heads);
+    b_ = head.batch;
+    kv_head_ = head.kv_head;
+    first_ = static_cast<int64_t>(at.tile) * kOwners;
     const int64_t left = group_size(p_, kv_head_) * p_.q_len - first_;
     count_ = left < kOwners ? static_cast<int>(left) : kOwners;
     keys_ = hull(p_, b_, kv_head_, first_, kOwners);
@@ -112,9 +113,9 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
     hold(s);
     hold(g);
     compute_weights(rows, first_key_, lse, delta, s, g);
-    pack_weights<S>(g, weights);
     for (int i = 1; i < steps_; ++i) {
       const int n = done + i, stage = n % kStages, before = (n - 1) % kStages;
+      end_sum(n - 2, i > 1, g, weights);
       wait(shared_.there[stage], n / kStages & 1);
       begin_products(stage, s, g);
       begin_sum<S, kStep>(sum_, weights, shared_.other[before][0]);
@@ -122,18 +123,22 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
       hold(s);
       hold(g);
       compute_weights(rows, first_key_ + i * kStep, lse, delta, s, g);
-      wait_products<0>();
-      hold(sum_);
-      hold(weights);
-      Base::release(shared_.used[before]);
-      pack_weights<S>(g, weights);
     }
+    end_sum(done + steps_ - 2, steps_ > 1, g, weights);
     const int last = (done + steps_ - 1) % kStages;
     clear_last_keys(last);
     begin_sum<S, kStep>(sum_, weights, shared_.other[last][0]);
     wait_products<0>();
     hold(sum_);
     Base::release(shared_.used[last]);
+  }
+  // As end_values of the forward kernel.
+  ATTNPACK_DEVICE void end_sum(int n, bool some, const Products& g, Weights& weights) {
+    wait_products<0>();
+    hold(sum_);
+    hold(weights);
+    if (some) Base::release(shared_.used[n % kStages]);
+    pack_weights<S>(g, weights);
   }
   // One after the other, because the keys are cleaned between the products of a step.
   ATTNPACK_DEVICE void sum_cleaned(const LaneRows& rows, const float (&lse)[2], const float (&delta)[2], int done) {
@@ -161,13 +166,19 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
                                        const float (&delta)[2], Products& s, Products& g) {
     finish_scores<Scores::kPlain>(p_, b_, rows, begin, s);
     const float multiplier = multiplier_of<Scores::kPlain>(p_);
+    const auto weigh = [&](const auto& bounded) {
 #pragma unroll
-    for (int j = 0; j < kStep / 8; ++j)
+      for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float gradient = power_of_two(s[j][i] * multiplier - lse[i / 2]) * (g[j][i] - delta[i / 2]);
-        g[j][i] = s[j][i] == -infinity<float>() ? 0.f : gradient;
-      }
+        for (int i = 0; i < 4; ++i) {
+          const float gradient = power_of_two(bounded(s[j][i] * multiplier - lse[i / 2])) * (g[j][i] - delta[i / 2]);
+          g[j][i] = s[j][i] == -infinity<float>() ? 0.f : gradient;
+        }
+    };
+    if (is_huge(lse[0]) || is_huge(lse[1]))
+      weigh([](float x) { return bounded_exponent(x); });
+    else
+      weigh([](float x) { return x; });
   }
 
   // Keys past the last one may be anything: their weights are 0, but 0 * NaN is not.
