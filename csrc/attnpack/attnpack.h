@@ -45,6 +45,7 @@
 #include <attnpack/modules/recurrent/gated_delta_net.h>
 #include <attnpack/modules/recurrent/kimi_delta_attention.h>
 #include <attnpack/modules/recurrent/linear_attention.h>
+#include <attnpack/modules/recurrent/mamba2.h>
 #include <attnpack/modules/recurrent/recurrent_module.h>
 #include <attnpack/modules/recurrent/short_convolution.h>
 #include <attnpack/modules/state_dict.h>

@@ -1,6 +1,7 @@
 #include <attnpack/modules/recurrent/gated_delta_net.h>
 #include <attnpack/modules/recurrent/kimi_delta_attention.h>
 #include <attnpack/modules/recurrent/linear_attention.h>
+#include <attnpack/modules/recurrent/mamba2.h>
 #include <attnpack/modules/recurrent/short_convolution.h>
 #include <bindings/common.h>
 #include <bindings/option_dicts.h>
@@ -40,6 +41,8 @@ void register_recurrent(py::module_& m) {
       m, "KimiDeltaAttention", "The delta rule with a decay for each channel.", {"head_dim"});
   bind_recurrent<LinearAttentionImpl, LinearAttentionOptions, int64_t, int64_t>(m, "LinearAttention",
                                                                                 "Attention without the softmax.");
+  bind_recurrent<Mamba2Impl, Mamba2Options, int64_t, int64_t>(
+      m, "Mamba2", "Linear attention with a decay and a step size.", {"head_dim", "state_dim"});
 }
 
 }  // namespace attnpack

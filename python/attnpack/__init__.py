@@ -46,7 +46,7 @@ from .nn.causal_lm import CausalLM
 from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.layer_tail import LayerInputTable, LayerTail
 from .nn.norm import RMSNorm
-from .nn.recurrent import GatedConvolution, GatedDeltaNet, KimiDeltaAttention, LinearAttention
+from .nn.recurrent import GatedConvolution, GatedDeltaNet, KimiDeltaAttention, LinearAttention, Mamba2
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .nn.stored import StoredEmbedding, StoredLinear
@@ -80,6 +80,7 @@ __all__ = [
     "LayerInputTable",
     "LayerTail",
     "LinearAttention",
+    "Mamba2",
     "MixtureOfExperts",
     "ModelCache",
     "MultiHeadAttention",

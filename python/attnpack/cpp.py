@@ -33,6 +33,7 @@ ForgetGate = _C.cpp.ForgetGate
 GatedConvolution = _C.cpp.GatedConvolution
 GatedDeltaNet = _C.cpp.GatedDeltaNet
 KimiDeltaAttention = _C.cpp.KimiDeltaAttention
+Mamba2 = _C.cpp.Mamba2
 LinearAttention = _C.cpp.LinearAttention
 
 EncoderBlock = _C.cpp.EncoderBlock

@@ -176,6 +176,10 @@ class LinearAttention(_Recurrent):
     @made_as(attnpack.LinearAttention)
     def __init__(self) -> None: ...
 
+class Mamba2(_Recurrent):
+    @made_as(attnpack.Mamba2)
+    def __init__(self) -> None: ...
+
 class ProjectedAttention(_WithOptions):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None: ...
     @overload

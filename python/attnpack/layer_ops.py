@@ -15,6 +15,7 @@ from .ops import (
     project_groups,
     select_blocks,
     select_keys,
+    state_space_attend,
     subtract_halves,
     subtract_pairs,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "project_groups",
     "select_blocks",
     "select_keys",
+    "state_space_attend",
     "subtract_halves",
     "subtract_pairs",
 ]

@@ -157,7 +157,6 @@ REFUSED = [
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings = true"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
-    ("granite_hybrid", {"layer_types": ["attention", "mamba", "attention"]}, "layers of Mamba are not supported"),
     ("mistral4", {"n_group": 2}, "n_group and topk_group in config.json are not 1"),
     ("gemma4", {"enable_moe_block": True}, "enable_moe_block = True"),
     ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers in config.json is 3, wants fewer than 3"),

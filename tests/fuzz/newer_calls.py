@@ -81,6 +81,37 @@ def delta_attend(pick: Random) -> Call:
     return "delta_attend", in_order("delta_attend", *tensors, **settings), right
 
 
+def state_space_attend(pick: Random) -> Call:
+    batch, groups, length, dim, v_dim = (pick.randint(1, 3) for _ in range(5))
+    heads, taps, wide = groups * pick.randint(1, 2), pick.randint(1, 4), {"dtype": torch.float64}
+    values, keys = heads * v_dim, groups * dim
+    channels = values + 2 * keys
+    mixed = draw(batch, length, values + channels + heads, **wide)
+    conv, bias = draw(channels, 1, taps, seed=1, **wide), draw(channels, seed=2, **wide)
+    a_log, dt_bias, skip = (draw(heads, seed=seed, **wide) for seed in (3, 4, 5))
+    norm = draw(values, seed=6, **wide)
+
+    def right(result):
+        gate, x, dt = mixed.split([values, channels, heads], -1)
+        rows, last = reference.causal_conv1d(x, conv.squeeze(1), bias, activation="silu")
+        x, b, c = (
+            part.unflatten(-1, (n, -1)).transpose(1, 2)
+            for part, n in zip(rows.split([values, keys, keys], -1), (heads, groups, groups), strict=True)
+        )
+        dt = F.softplus(dt + dt_bias).transpose(1, 2)
+        g = -a_log.exp()[:, None] * dt
+        out, state = reference.linear_attention(c, b, x * dt[..., None], log_decay=g, scale=1.0)
+        gated = (out + skip[:, None, None] * x).transpose(1, 2).flatten(2) * F.silu(gate)
+        parts = gated.unflatten(-1, (groups, -1))
+        normed = (parts * (parts.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).flatten(2) * norm
+        assert_close(result[0], normed, **CLOSE)
+        assert_close(result[1], last, **CLOSE)
+        assert_close(result[2], state, **CLOSE)
+
+    tensors = mixed, conv, bias, a_log, dt_bias, skip, norm
+    return "state_space_attend", in_order("state_space_attend", *tensors, num_groups=groups, eps=1e-6), right
+
+
 def recurrent_cache(pick: Random) -> Call:
     """A rule of a RecurrentCache that holds some tokens."""
     batch, length, cache = pick.randint(1, 3), pick.randint(0, 5), attnpack.RecurrentCache()
@@ -139,5 +170,5 @@ def stored(pick: Random) -> Call:
 
 
 MAKERS: list[Callable[[Random], Call]] = [
-    gated_convolution, linear_attend, delta_attend, recurrent_cache, mask_of_chunks, stored,
+    gated_convolution, linear_attend, delta_attend, state_space_attend, recurrent_cache, mask_of_chunks, stored,
 ]  # fmt: skip

@@ -49,6 +49,11 @@ ATTENTION = {
         ValueError,
         lambda m: m.KimiDeltaAttention(24, 2, head_dim=4, norm_eps=-1.0),
     ),
+    "num_groups: got 3, which does not divide num_heads 4": (
+        ValueError,
+        lambda m: m.Mamba2(24, 4, head_dim=6, state_dim=4, num_groups=3),
+    ),
+    "state_dim: got 0, want at least 1": (ValueError, lambda m: m.Mamba2(24, 4, head_dim=6, state_dim=0)),
     "feature_map: got 'relu', want 'identity' or 'elu'": (
         ValueError,
         lambda m: m.LinearAttention(24, 4, feature_map="relu"),

@@ -7,7 +7,15 @@ import pickle
 import attnpack
 import pytest
 import torch
-from attnpack import GatedConvolution, GatedDeltaNet, KimiDeltaAttention, LinearAttention, RecurrentCache, reference
+from attnpack import (
+    GatedConvolution,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba2,
+    RecurrentCache,
+    reference,
+)
 from module_cases import EMBED
 from torch.testing import assert_close
 from transformers import DynamicCache as HfCache
@@ -18,6 +26,8 @@ OURS = {
     "qwen3_5": lambda **f: GatedDeltaNet(E, 2, 4, head_k_dim=8, head_v_dim=6, norm_eps=1e-5, **f),
     "kimi_linear": lambda **f: KimiDeltaAttention(E, 3, head_dim=8, norm_eps=1e-5, **f),
     "lfm2": lambda **f: GatedConvolution(E, bias=True, **f),
+    "mamba2": lambda **f: Mamba2(E, 8, head_dim=8, state_dim=5, num_groups=4, conv_kernel_size=3, bias=True, **f),
+    "bamba": lambda **f: Mamba2(E, 4, head_dim=16, state_dim=9, conv_bias=False, **f),
 }
 OTHERS = {
     "neg_eigval": lambda **f: GatedDeltaNet(E, 2, 2, head_k_dim=5, head_v_dim=9, conv_kernel_size=2,
@@ -58,6 +68,14 @@ def theirs(family, ours):
         made = module.KimiLinearConfig(**config, layer_types=["linear_attention"], linear_num_heads=3,
                                        linear_head_dim=8, rms_norm_eps=1e-5)  # fmt: skip
         layer = module.KimiLinearDeltaAttention(made, 0)
+    elif family == "mamba2":
+        made = module.Mamba2Config(hidden_size=E, num_hidden_layers=1, vocab_size=16, num_heads=8, head_dim=8,
+                                   state_size=5, n_groups=4, conv_kernel=3, use_bias=True)  # fmt: skip
+        layer = module.Mamba2Mixer(made, 0)
+    elif family == "bamba":
+        made = module.BambaConfig(**config, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=9, mamba_conv_bias=False,
+                                  rms_norm_eps=1e-5)  # fmt: skip
+        layer = module.BambaMixer(made, 0)
     else:
         made = module.Lfm2Config(**config, layer_types=["conv"], conv_bias=True)
         layer = module.Lfm2ShortConv(made, 0)

@@ -7,7 +7,7 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
-from newer_families import OURS
+from newer_families import GRANITE, OURS, OURS_GRANITE
 from newer_families import RMS as SIZES
 from transformers import AutoModelForCausalLM
 
@@ -64,6 +64,24 @@ HYBRIDS = {
          "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "scores": "sigmoid", "correction": True,
                      "normalize": True, "scaling": 2.446, "num_groups": 2, "top_groups": 1, "shared_dim": 12},
          "layer_settings": [{"experts": False}, {"recurrent": False}, {}]},
+    ),
+    "granitemoehybrid": Hybrid(
+        "granitemoehybrid", "GraniteMoeHybridConfig",
+        SIZES | GRANITE | {"layer_types": KINDS, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6,
+                           "num_local_experts": 4, "shared_intermediate_size": 20, "position_embedding_type": "rope"},
+        OURS | OURS_GRANITE | {
+            "hidden_dim": 20, "experts": {"hidden_dim": 48, "num_experts": 4, "top_k": 2, "normalize": True,
+                                          "shared_dim": 20},
+            "recurrent": {"kind": "mamba2", "num_v_heads": 8, "num_k_heads": 2, "head_k_dim": 6, "head_v_dim": 8},
+            "layer_settings": ATTENDS},
+    ),
+    "bamba": Hybrid(
+        "bamba", "BambaConfig",
+        SIZES | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 6, "mamba_proj_bias": True,
+                 "mamba_conv_bias": False, "rope_parameters": HALF},
+        OURS | {"rope_base": 500.0, "scores": {"rope_dim": 4}, "layer_settings": ATTENDS,
+                "recurrent": {"kind": "mamba2", "num_v_heads": 4, "head_k_dim": 6, "head_v_dim": 16, "bias": True,
+                              "conv_bias": False}},
     ),
     "lfm2": Hybrid(
         "lfm2", "Lfm2Config",

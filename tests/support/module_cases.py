@@ -224,6 +224,12 @@ CASES = [
         attends=False,
     ),
     ModuleCase(
+        "mamba2",
+        lambda **f: attnpack.Mamba2(EMBED, 4, head_dim=6, state_dim=5, num_groups=2, bias=True, **f),
+        lambda: (_x(),),
+        attends=False,
+    ),
+    ModuleCase(
         "gated_convolution",
         lambda **f: attnpack.GatedConvolution(EMBED, bias=True, **f),
         lambda: (_x(),),

@@ -90,6 +90,39 @@ Result delta_attend_composite(const Tensor& mixed, const Tensor& decay, const Te
   return {(normed * factor).to(mixed.scalar_type()).flatten(2), conv_state, state};
 }
 
+Result state_space_attend_composite(const Tensor& mixed, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                                    const Tensor& a_log, const Tensor& dt_bias, const Tensor& skip,
+                                    const Tensor& norm_weight, int64_t num_groups, double eps,
+                                    const StateArguments& args) {
+  const int64_t heads = a_log.numel(), values = norm_weight.numel(), channels = conv_weight.size(0),
+                keys = (channels - values) / 2;
+  ATTNPACK_CHECK(keys > 0 && channels == values + 2 * keys, "conv_weight: got ", conv_weight.sym_sizes(),
+                 ", want [C, 1, K] for C channels of values, ", values,
+                 " by norm_weight, keys and queries side by side");
+  ATTNPACK_CHECK(mixed.dim() == 3 && mixed.sym_size(2) == values + channels + heads, "mixed: got ", mixed.sym_sizes(),
+                 ", want [B, L, ", values + channels + heads, "]: gate, values, keys, queries and dt side by side");
+  ATTNPACK_CHECK(num_groups > 0 && heads % num_groups == 0, "num_groups: got ", num_groups,
+                 ", which does not divide the ", heads, " heads of a_log");
+  const auto wide = accumulation_type(mixed);
+  const auto [convolved, conv_state] =
+      causal_conv1d_op(mixed.narrow(-1, values, channels), taps_of("conv_weight", conv_weight),
+                       {conv_bias, args.conv_state, args.kv_lens, args.cu_seqlens, /*silu=*/true});
+  // Wide: the values that enter the operator are products.
+  const Tensor parts = convolved.to(wide), x = heads_of("norm_weight", parts.narrow(-1, 0, values), heads),
+               k = heads_of("conv_weight", parts.narrow(-1, values, keys), num_groups),
+               q = heads_of("conv_weight", parts.narrow(-1, values + keys, keys), num_groups);
+  const Tensor dt = at::softplus(mixed.narrow(-1, values + channels, heads).to(wide) + dt_bias.to(wide));
+  const Tensor log_decay = -a_log.to(wide).exp() * dt;
+  const auto [out, state] = linear_attention_op(
+      q.transpose(1, 2), k.transpose(1, 2), (x * dt.unsqueeze(-1)).transpose(1, 2),
+      {log_decay.transpose(1, 2), std::nullopt, args.state, args.kv_lens, args.cu_seqlens, /*scale=*/1.0});
+  const Tensor sum = (out.transpose(1, 2) + skip.to(wide).unsqueeze(-1) * x).flatten(2);
+  const Tensor gated = heads_of("norm_weight", sum * at::silu(mixed.narrow(-1, 0, values).to(wide)), num_groups);
+  const Tensor ones = at::ones({values / num_groups}, gated.options());
+  const Tensor normed = rms_norm(gated, ones, eps).flatten(2) * norm_weight.to(wide);
+  return {normed.to(mixed.scalar_type()), conv_state, state};
+}
+
 std::tuple<Tensor, Tensor> linear_attend_composite(const Tensor& query, const Tensor& key, const Tensor& value,
                                                    const OptionalTensor& decay_logits, int64_t num_heads,
                                                    std::string_view feature_map, std::string_view decay,
@@ -153,6 +186,12 @@ std::tuple<Tensor, Tensor, Tensor> delta_attend(const Tensor& mixed, const Tenso
             s.beta_scale, arguments_of(inputs));
 }
 
+std::tuple<Tensor, Tensor, Tensor> state_space_attend(const Tensor& mixed, const StateSpaceWeights& w,
+                                                      const StateSpaceSettings& s, const RecurrentInputs& inputs) {
+  static const DispatchedOp<decltype(state_space_attend_composite)> op("attnpack::state_space_attend");
+  return op(mixed, w.conv, w.conv_bias, w.a_log, w.dt_bias, w.skip, w.norm, s.num_groups, s.eps, arguments_of(inputs));
+}
+
 std::tuple<Tensor, Tensor> linear_attend(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const std::optional<Tensor>& decay_logits, const LinearAttendSettings& s,
                                          const RecurrentInputs& inputs) {
@@ -176,6 +215,10 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       "dt_bias, Tensor norm_weight, int num_k_heads, float eps, str gate_activation, float "
       "beta_scale=1.0, " ATTNPACK_STATE_SCHEMA ") -> (Tensor, Tensor, Tensor)",
       from_schema<delta_attend_composite>);
+  m.def(
+      "state_space_attend(Tensor mixed, Tensor conv_weight, Tensor? conv_bias, Tensor a_log, Tensor dt_bias, Tensor "
+      "skip, Tensor norm_weight, int num_groups, float eps, " ATTNPACK_STATE_SCHEMA ") -> (Tensor, Tensor, Tensor)",
+      from_schema<state_space_attend_composite>);
   m.def(
       "linear_attend(Tensor query, Tensor key, Tensor value, Tensor? decay_logits, int num_heads, str feature_map, str "
       "decay, float? scale=None, Tensor? state=None, Tensor? kv_lens=None, Tensor? cu_seqlens=None) -> (Tensor, "

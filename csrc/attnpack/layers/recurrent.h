@@ -68,6 +68,28 @@ std::tuple<at::Tensor, at::Tensor> linear_attend(const at::Tensor& query,       
                                                  const LinearAttendSettings& settings,
                                                  const RecurrentInputs& inputs = {});
 
+// The parameters of a layer of Mamba-2.
+struct StateSpaceWeights {
+  at::Tensor conv;                      // [C, 1, K] for the C channels of values, keys and queries side by side
+  std::optional<at::Tensor> conv_bias;  // [C]
+  at::Tensor a_log, dt_bias, skip;      // [H]
+  at::Tensor norm;                      // [H * Dv]
+};
+struct StateSpaceSettings {
+  int64_t num_groups;  // heads of keys and queries
+  double eps;          // of the norm
+};
+
+// Mamba-2 (Dao and Gu 2024): a short convolution with SiLU over values x, keys and queries (B and C in the paper);
+// linear attention with the values dt * x, where
+//   dt = softplus(dt + dt_bias),  log_decay = -exp(a_log) dt,  scale = 1;
+// then skip * x is added, the sum is multiplied by silu(gate), and RMSNorm is over each of num_groups parts.
+// mixed has gate, values, keys, queries and dt side by side. -> (out [B, L, H * Dv], conv_state, state)
+std::tuple<at::Tensor, at::Tensor, at::Tensor> state_space_attend(const at::Tensor& mixed,  // [B, L, H * Dv + C + H]
+                                                                  const StateSpaceWeights& weights,
+                                                                  const StateSpaceSettings& settings,
+                                                                  const RecurrentInputs& inputs = {});
+
 // LFM2's layer: out = c * conv(b * x) of b, c and x side by side. -> (out [B, L, E], conv_state)
 std::tuple<at::Tensor, at::Tensor> gated_convolution(const at::Tensor& mixed,                // [B, L, 3 * E]
                                                      const at::Tensor& weight,               // [E, 1, K]

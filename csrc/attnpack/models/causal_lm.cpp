@@ -16,6 +16,7 @@
 #include <attnpack/modules/recurrent/gated_delta_net.h>
 #include <attnpack/modules/recurrent/kimi_delta_attention.h>
 #include <attnpack/modules/recurrent/linear_attention.h>
+#include <attnpack/modules/recurrent/mamba2.h>
 #include <attnpack/ops/softcap.h>
 #include <attnpack/rope/sinusoidal.h>
 
@@ -52,8 +53,20 @@ Part<AttentionModule> make_recurrent(const CausalLMOptions& o) {
                                .bias(r.bias())
                                .factory(o.factory()));
   }
-  ATTNPACK_CHECK(r.kind() == "gated_convolution", "recurrent: got kind '", r.kind(),
-                 "', want 'gated_delta_net', 'kimi_delta_attention', 'linear_attention' or 'gated_convolution'");
+  if (r.kind() == "mamba2") {
+    return Mamba2(Mamba2Options(o.embed_dim(), heads)
+                      .state_dim(width())
+                      .head_dim(r.head_v_dim().value_or(width()))
+                      .num_groups(r.num_k_heads().value_or(1))
+                      .conv_kernel_size(r.conv_kernel_size().value_or(4))
+                      .conv_bias(r.conv_bias())
+                      .bias(r.bias())
+                      .norm_eps(eps)
+                      .factory(o.factory()));
+  }
+  ATTNPACK_CHECK(
+      r.kind() == "gated_convolution", "recurrent: got kind '", r.kind(),
+      "', want 'gated_delta_net', 'kimi_delta_attention', 'linear_attention', 'mamba2' or 'gated_convolution'");
   return GatedConvolution(GatedConvolutionOptions(o.embed_dim())
                               .conv_kernel_size(r.conv_kernel_size().value_or(3))
                               .bias(r.bias())

@@ -35,16 +35,18 @@ struct LayerSettings : OptionList<LayerSettings> {
 
 // A recurrent layer: its kind, and the options of that module. Options of other kinds do not apply.
 struct RecurrentSettings : OptionList<RecurrentSettings> {
-  // "gated_delta_net", "kimi_delta_attention", "linear_attention" or "gated_convolution".
+  // "gated_delta_net", "kimi_delta_attention", "linear_attention", "mamba2" or "gated_convolution".
   ATTNPACK_OPTION(std::string, kind) = "gated_delta_net";
   ATTNPACK_OPTION(std::optional<int64_t>, num_v_heads);  // or heads of a kind; default the model's num_heads
-  ATTNPACK_OPTION(std::optional<int64_t>, num_k_heads);  // default num_v_heads
-  ATTNPACK_OPTION(std::optional<int64_t>, head_k_dim);   // or the head_dim of a kind; default embed_dim / num_v_heads
-  ATTNPACK_OPTION(std::optional<int64_t>, head_v_dim);   // default head_k_dim
+  ATTNPACK_OPTION(std::optional<int64_t>, num_k_heads);  // default num_v_heads; of mamba2 the groups, default 1
+  ATTNPACK_OPTION(std::optional<int64_t>,
+                  head_k_dim);  // or the head_dim of a kind, the state_dim of mamba2; default embed_dim / num_v_heads
+  ATTNPACK_OPTION(std::optional<int64_t>, head_v_dim);  // default head_k_dim
   ATTNPACK_OPTION(std::optional<int64_t>, conv_kernel_size);
   ATTNPACK_OPTION(std::optional<double>, norm_eps);  // default the model's eps
   ATTNPACK_OPTION(bool, allow_neg_eigval) = false;
   ATTNPACK_OPTION(bool, bias) = false;
+  ATTNPACK_OPTION(bool, conv_bias) = true;  // of mamba2
   ATTNPACK_OPTION(std::string, feature_map) = "identity";
   ATTNPACK_OPTION(std::string, decay) = "none";
 };

@@ -10,8 +10,8 @@ from .kv_cache import KVCache
 
 
 class RecurrentCache(KVCache):
-    """The state of a recurrent layer: GatedDeltaNet, KimiDeltaAttention, LinearAttention or GatedConvolution. Its bytes
-    do not grow with the length.
+    """The state of a recurrent layer: GatedDeltaNet, KimiDeltaAttention, LinearAttention, Mamba2 or GatedConvolution.
+    Its bytes do not grow with the length.
 
     `crop` to fewer positions raises, because a state cannot forget its last tokens: keep a `clone()` from before them.
     There are no keys and values: `k` and `v` are None.

@@ -34,9 +34,10 @@ def register(replace_sdpa: bool = False) -> None:
     batching) takes the name too.
 
     The functions of recurrent layers on the CPU become attnpack's, by the door through which transformers takes those
-    of flash-linear-attention and causal-conv1d: `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`,
-    `chunk_kda`, `fused_recurrent_kda`, `causal_conv1d_fn` and `causal_conv1d_update`. Models that exist already run on
-    them too; calls that attnpack's do not take go where they went before.
+    of flash-linear-attention, causal-conv1d and mamba-ssm: `chunk_gated_delta_rule`,
+    `fused_recurrent_gated_delta_rule`, `chunk_kda`, `fused_recurrent_kda`, `mamba_chunk_scan_combined`,
+    `causal_conv1d_fn` and `causal_conv1d_update`. Models that exist already run on them too; calls that attnpack's do
+    not take go where they went before.
 
     Args:
         replace_sdpa: also put attnpack in the place of "sdpa", transformers' default attention. Then no word of a

@@ -1,5 +1,5 @@
-"""The functions of transformers' recurrent layers, by the door through which it takes those of flash-linear-attention
-and causal-conv1d.
+"""The functions of transformers' recurrent layers, by the door through which it takes those of flash-linear-attention,
+causal-conv1d and mamba-ssm.
 
 A decorator of transformers looks these functions up in their packages when the file of a model is imported, and takes
 torch code if a package is absent. It keeps its choice in the cells of a closure: `replace_functions` puts ours there,
@@ -53,6 +53,45 @@ def _delta_rule(
     return out.transpose(1, 2), state if output_final_state else None
 
 
+def _ends_of(seq_idx: Tensor) -> Tensor:  # [1, L], the number of each token's sequence -> [N + 1]
+    starts = torch.nonzero(seq_idx[0].diff()).flatten() + 1
+    return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), seq_idx.size(1))])
+
+
+def _chunk_scan(
+    hidden_states: Tensor,  # [B, L, H, P]
+    dt: Tensor,  # [B, L, H]
+    A: Tensor,  # [H], below 0
+    B: Tensor,  # [B, L, G, N]
+    C: Tensor,  # [B, L, G, N]
+    chunk_size: int | None = None,  # of the others
+    D: Tensor | None = None,  # [H]
+    dt_bias: Tensor | None = None,  # [H]
+    initial_states: Tensor | None = None,  # [B, H, P, N]
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    seq_idx: Tensor | None = None,  # [1, L]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-2's recurrence, as mamba-ssm's function computes it."""
+    x, dt = hidden_states.float(), dt.float()
+    if dt_bias is not None:
+        dt = dt + dt_bias.float()
+    if dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    dt = dt.clamp(*dt_limit)
+    out, state = linear_attention(
+        C.float().transpose(1, 2), B.float().transpose(1, 2), (x * dt[..., None]).transpose(1, 2),
+        log_decay=(A.float() * dt).transpose(1, 2), scale=1.0,
+        initial_state=None if initial_states is None else initial_states.transpose(2, 3),
+        cu_seqlens=None if seq_idx is None else _ends_of(seq_idx), return_state=True,
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    if D is not None:
+        out = out + D.float()[:, None] * x
+    return (out, state.transpose(2, 3).contiguous()) if return_final_states else out
+
+
 def _activation(name: str | None) -> str | None:
     return "silu" if name in ("silu", "swish") else name
 
@@ -65,10 +104,7 @@ def _conv_fn(
     seq_idx: Tensor | None = None,  # [1, L]: the number of each token's sequence
 ) -> Tensor:
     """causal-conv1d's function for whole sequences."""
-    ends = None
-    if seq_idx is not None:
-        starts = torch.nonzero(seq_idx[0].diff()).flatten() + 1
-        ends = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), seq_idx.size(1))])
+    ends = None if seq_idx is None else _ends_of(seq_idx)
     x = hidden_states.transpose(1, 2)
     return causal_conv1d(x, weight, bias, activation=_activation(activation), cu_seqlens=ends).transpose(1, 2)
 
@@ -97,19 +133,25 @@ OURS: dict[str, Callable[..., Any]] = {
     "fused_recurrent_gated_delta_rule": _delta_rule,
     "chunk_kda": _delta_rule,
     "fused_recurrent_kda": _delta_rule,
+    "mamba_chunk_scan_combined": _chunk_scan,
     "causal_conv1d_fn": _conv_fn,
     "causal_conv1d_update": _conv_update,
 }
-# Keywords that change what flash-linear-attention and causal-conv1d compute, and that ours do not have.
+# Keywords that change what the packages' functions compute, and that ours do not have.
 _OTHERS = ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound", "safe_gate", "head_first", "initial_states",
-           "return_final_states", "conv_state_indices", "cache_seqlens")  # fmt: skip
+           "return_final_states", "conv_state_indices", "cache_seqlens", "z", "return_varlen_states")  # fmt: skip
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
 def _takes(name: str, x: Any, named: dict[str, Any]) -> bool:
     """Whether ours computes a call whose first tensor is x."""
     if not isinstance(x, Tensor) or not x.is_cpu or not x.is_floating_point():
         return False
-    if any(named.get(other) is not None and named[other] is not False for other in _OTHERS):
+    foreign = (other for other in _OTHERS if other not in _parameters(OURS[name]))
+    if any(named.get(other) is not None and named[other] is not False for other in foreign):
         return False
     packed = named.get("seq_idx") is not None or named.get("cu_seqlens") is not None
     return _activation(named.get("activation")) in (None, "silu") and (not packed or x.size(0) == 1)
@@ -125,7 +167,7 @@ class _Everything:
 def _with_way_back(name: str, theirs: Callable[..., Any], known: Any) -> Callable[..., Any]:
     """Ours, or `theirs` with the keywords that are `known` to it, where ours does not take the call."""
     ours = OURS[name]
-    own = ours.__code__.co_varnames[: ours.__code__.co_argcount]
+    own = _parameters(ours)
 
     @functools.wraps(theirs)
     def either(*args: Any, **named: Any) -> Any:

@@ -67,10 +67,11 @@ class CausalLM(NativeModule):
             model has one, `experts` False for the plain feed-forward, `recurrent` False for attention in a model with
             recurrent layers.
         recurrent: a recurrent layer in the place of each attention: a dict with its `kind`, "gated_delta_net",
-            "kimi_delta_attention", "linear_attention" or "gated_convolution", and keywords of that module:
+            "kimi_delta_attention", "linear_attention", "mamba2" or "gated_convolution", and keywords of that module:
             num_v_heads (the heads of a kind; default num_heads), num_k_heads, head_k_dim (the head_dim of a kind;
             default embed_dim / num_v_heads), head_v_dim, conv_kernel_size, norm_eps (default eps), allow_neg_eigval,
-            bias, feature_map, decay. Its caches are RecurrentCaches, which cannot be cropped.
+            bias, conv_bias, feature_map, decay; of "mamba2" num_k_heads is num_groups (default 1), head_k_dim
+            state_dim and head_v_dim head_dim. Its caches are RecurrentCaches, which cannot be cropped.
         tail: the end of each layer, behind its feed-forward: a dict with `input_dim` and `vocab_size`, both None for
             a factor alone; see LayerTail and LayerInputTable (Gemma 4).
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and

@@ -34,7 +34,7 @@ from .positions import (
     with_native_rope,
 )
 from .recurrent import causal_conv1d, linear_attention
-from .recurrent_layers import delta_attend, gated_convolution, linear_attend
+from .recurrent_layers import delta_attend, gated_convolution, linear_attend, state_space_attend
 from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
 from .stored import stored_linear, stored_linears, stored_rows, to_stored, widen_stored
@@ -88,6 +88,7 @@ __all__ = [
     "select_blocks",
     "select_keys",
     "sinusoidal_positions",
+    "state_space_attend",
     "stored_linear",
     "stored_linears",
     "stored_rows",

@@ -56,6 +56,47 @@ def delta_attend(
     )  # fmt: skip
 
 
+def state_space_attend(
+    mixed: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    norm_weight: Tensor,
+    *,
+    num_groups: int = 1,
+    eps: float = 1e-5,
+    conv_state: Tensor | None = None,
+    state: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mamba-2: a short convolution with SiLU over values x, keys and queries (B and C in the paper); linear attention
+    of the values dt * x with scale 1; skip * x is added; then the gate by SiLU, and an RMSNorm of each group.
+
+    dt becomes softplus(dt + dt_bias), and the log of what a state keeps is -exp(a_log) dt.
+
+    Args:
+        mixed: [B, L, Hv * Dv + C + Hv], gate, values, keys, queries and dt side by side.
+        conv_weight: [C, 1, K]. conv_bias: [C]. a_log, dt_bias, skip: [Hv]. norm_weight: [Hv * Dv].
+        num_groups: heads of keys and queries, and parts of the norm.
+        eps: of the norm.
+        conv_state, state: what an earlier call returned; None for zeros.
+        kv_lens, cu_seqlens: as in `linear_attention`.
+
+    Returns:
+        (out [B, L, Hv * Dv], conv_state [N, C, K - 1], state [N, Hv, D, Dv]).
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    return torch.ops.attnpack.state_space_attend(
+        mixed, conv_weight, conv_bias, a_log, dt_bias, skip, norm_weight, num_groups, eps, conv_state, state, kv_lens,
+        cu_seqlens,
+    )  # fmt: skip
+
+
 def linear_attend(
     query: Tensor,
     key: Tensor,

@@ -40,6 +40,8 @@ TEST_CASE("steps of recurrent layers, clones and caches") {
   compare_steps(kimi);
   LinearAttention plain(LinearAttentionOptions(16, 2).feature_map("elu").decay("learned"));
   compare_steps(plain);
+  Mamba2 mamba(Mamba2Options(16, 4).head_dim(6).state_dim(5).num_groups(2));
+  compare_steps(mamba);
   GatedConvolution convolution(GatedConvolutionOptions(16).bias(true));
   compare_steps(convolution);
   REQUIRE(complains("head_k_dim: got none", [] { GatedDeltaNet(GatedDeltaNetOptions(16, 2, 4).head_v_dim(6)); }));

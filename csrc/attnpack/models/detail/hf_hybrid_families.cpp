@@ -9,7 +9,8 @@
 
 #include <attnpack/models/detail/hf_families.h>
 
-// Families in which most layers are recurrent: delta rules and short convolutions, with attention every few layers.
+// Families in which most layers are recurrent: delta rules, Mamba-2 and short convolutions, with attention every few
+// layers.
 namespace attnpack {
 
 namespace {
@@ -46,6 +47,33 @@ RecurrentSettings delta_settings(const HfSettings& config, int64_t key_heads, in
       .head_k_dim(config.size("linear_key_head_dim", key_dim))
       .head_v_dim(config.size("linear_value_head_dim", value_dim))
       .conv_kernel_size(config.size("linear_conv_kernel_dim", 4));
+}
+
+RecurrentSettings mamba_settings(const HfSettings& config, const Options& o) {
+  const auto heads = config.size("mamba_n_heads", 128), width = o.embed_dim() * config.size("mamba_expand", 2);
+  config.check(width % heads == 0, "mamba_n_heads in config.json is ", heads, ", which does not divide ", width,
+               ", mamba_expand times hidden_size");
+  const bool automatic = config.is_word("mamba_d_head", "auto");
+  const auto dim = automatic ? width / heads : config.size("mamba_d_head", width / heads);
+  config.check(dim * heads == width, "mamba_d_head in config.json is ", dim, ", wants ", width / heads,
+               ", mamba_expand times hidden_size by mamba_n_heads");
+  const auto* limits = config.get("time_step_limit").as<Json::List>();
+  for (size_t i = 0; limits && i < limits->size(); ++i) {
+    const auto* real = (*limits)[i].as<double>();
+    const auto* whole = (*limits)[i].as<int64_t>();
+    const double limit = real ? *real : whole ? static_cast<double>(*whole) : 0;
+    config.check(limit == 0, "time_step_limit in config.json is ", brief(shown(config.get("time_step_limit"))),
+                 ", wants 0 and infinity: steps are not limited here");
+  }
+  return RecurrentSettings()
+      .kind("mamba2")
+      .num_v_heads(heads)
+      .num_k_heads(config.size("mamba_n_groups", 1))
+      .head_k_dim(config.size("mamba_d_state", 256))
+      .head_v_dim(dim)
+      .conv_kernel_size(config.size("mamba_d_conv", 4))
+      .conv_bias(config.is_on("mamba_conv_bias", true))
+      .bias(config.is_on("mamba_proj_bias"));
 }
 
 void configure_qwen_hybrid(const HfSettings& config, Options& o) {
@@ -193,6 +221,41 @@ void configure_lfm2(const HfSettings& config, Options& o) {
                        }));
 }
 
+// Which layers are those of Mamba, by transformers' words and by those that checkpoints from before it had these have.
+std::vector<bool> mamba_layers(const HfSettings& config, int64_t layers) {
+  const char* const name = config.has("layer_types") ? "layer_types" : "layers_block_type";
+  const auto& kinds = config.get(name);
+  if (kinds.is_null()) return std::vector<bool>(layers, true);
+  const auto* list = kinds.as<Json::List>();
+  std::vector<bool> found;
+  for (size_t i = 0; list && i < list->size(); ++i) {
+    const auto* word = (*list)[i].as<std::string>();
+    const bool mamba = word && (*word == "mamba" || *word == "linear_attention");
+    if (!mamba && !(word && (*word == "attention" || *word == "full_attention"))) break;
+    found.push_back(mamba);
+  }
+  config.check(list && list->size() == found.size() && static_cast<int64_t>(found.size()) == layers, name,
+               " in config.json is ", brief(shown(kinds)), ", wants 'attention' or 'mamba' for each of ", layers,
+               " layers");
+  return found;
+}
+
+// Bamba, whose layers of Mamba are those that attn_layer_indices does not name.
+void configure_bamba(const HfSettings& config, Options& o) {
+  check_silu(config);
+  for (const char* name : {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"}) config.get(name);
+  o.mlp_bias(config.is_on("mlp_bias"));
+  set_rotated_part(config, o, 0.5);
+  const auto attends = config.list_of_ints("attn_layer_indices");
+  std::vector<bool> mamba(o.num_layers(), true);
+  for (const auto layer : attends) {
+    config.check(layer >= 0 && layer < o.num_layers(), "attn_layer_indices in config.json names layer ", layer,
+                 ", wants 0 to ", o.num_layers() - 1);
+    mamba[layer] = false;
+  }
+  set_recurrent_layers(o, mamba_settings(config, o), mamba);
+}
+
 // The name with the first of these words replaced that it holds.
 std::string renamed(std::string name, const Replacements& words) {
   for (const auto& [theirs, ours] : words) {
@@ -305,6 +368,14 @@ std::vector<HfPart> lfm2_parts(const std::string& name, const Options&) {
            nullptr}};
 }
 
+std::vector<HfPart> bamba_parts(const std::string& name, const Options&) {
+  return {{renamed(name, {{"model.final_layernorm.", "model.norm."},
+                          {".mamba.", ".self_attn."},
+                          {".feed_forward.", ".mlp."},
+                          {".pre_ff_layernorm.", ".post_attention_layernorm."}}),
+           nullptr}};
+}
+
 const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
                         {"norm_topk_prob", "moe_renormalize", true},
                         {"n_group", "num_expert_group", true},
@@ -314,6 +385,11 @@ const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
 const HfAliases kOfLfm2{{"rms_norm_eps", "norm_eps"}};
 
 }  // namespace
+
+void set_mamba_layers(const HfSettings& config, Options& o) {
+  const auto settings = mamba_settings(config, o);
+  set_recurrent_layers(o, settings, mamba_layers(config, o.num_layers()));
+}
 
 std::vector<HfFamily> hf_hybrid_families() {
   return {
@@ -331,6 +407,11 @@ std::vector<HfFamily> hf_hybrid_families() {
        .parts = kimi_linear_parts,
        .aliases = kOfKimi,
        .eps = 1e-5},
+      {.model_type = "bamba",
+       .configure = configure_bamba,
+       .parts = bamba_parts,
+       .eps = 1e-5,
+       .honours = {"partial_rotary_factor"}},
       {.model_type = "lfm2",
        .configure = configure_lfm2,
        .parts = lfm2_parts,

@@ -3,6 +3,7 @@
 #include <attnpack/models/detail/hf_config.h>
 #include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
+#include <attnpack/models/detail/hf_hybrid_families.h>
 
 namespace attnpack {
 
@@ -12,19 +13,8 @@ using Options = CausalLMOptions;
 
 // Each layer has a shared expert, which is the feed-forward where there are no others.
 void configure_granite_hybrid(const HfSettings& config, Options& o) {
-  const auto* kinds = config.get("layer_types").as<Json::List>();
-  const auto attends = [](const Json& kind) {
-    const auto* word = kind.as<std::string>();
-    return word && (*word == "attention" || *word == "full_attention");
-  };
-  config.check(kinds && static_cast<int64_t>(kinds->size()) == o.num_layers() &&
-                   std::all_of(kinds->begin(), kinds->end(), attends),
-               "layer_types in config.json is ", brief(shown(config.get("layer_types"))),
-               ", wants 'attention' for each of ", o.num_layers(), " layers: layers of Mamba are not supported yet");
-  for (const char* name : {"mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
-                           "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
-                           "layers_block_type", "num_experts_per_tok"})
-    config.get(name);
+  for (const char* name : {"mamba_chunk_size", "num_experts_per_tok"}) config.get(name);
+  set_mamba_layers(config, o);
   set_multipliers(config, o);
   if (!config.is_word("position_embedding_type", "rope")) o.position_embedding("none");
   const auto activation = gated_activation(config, "silu");

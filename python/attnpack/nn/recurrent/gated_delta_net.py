@@ -73,10 +73,18 @@ class GatedDeltaNet(RecurrentLayer):
         return self.in_proj_qkv
 
     def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:
-        mixed, decay, beta, gate = project_all((self.in_proj_qkv, self.in_proj_a, self.in_proj_b, self.in_proj_z), x)
+        norm, out_proj = self._last_layers()
+        mixed, decay, beta, gate = self._project_in(x)
         out, *after = ops.delta_attend(
-            mixed, decay, beta, gate, self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight,
-            num_k_heads=self.num_k_heads, eps=self.norm.eps, beta_scale=2.0 if self.allow_neg_eigval else 1.0,
+            mixed, decay, beta, gate, self.conv1d.weight, self.A_log, self.dt_bias, norm.weight,
+            num_k_heads=self.num_k_heads, eps=norm.eps, beta_scale=2.0 if self.allow_neg_eigval else 1.0,
             conv_state=states.conv, state=states.state, **lengths,
         )  # fmt: skip
-        return project(self.out_proj, out), States(*after)
+        return project(out_proj, out), States(*after)
+
+    def _project_in(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v side by side, the logits of decay and beta, and the gate."""
+        return project_all((self.in_proj_qkv, self.in_proj_a, self.in_proj_b, self.in_proj_z), x)
+
+    def _last_layers(self) -> tuple[RMSNorm, nn.Linear]:
+        return self.norm, self.out_proj
