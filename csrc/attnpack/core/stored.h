@@ -43,7 +43,8 @@ struct StoredLinearParams {
   RoundedBlock* rounded;  // [rows * inputs / 32]: written by round_input, in an order that the kernels know
   const uint8_t* weight;  // [outputs, row_bytes]
   int64_t row_bytes;
-  const void* bias;  // [outputs] or null
+  const uint8_t* following;  // the weight that is read next, or null
+  const void* bias;          // [outputs] or null
   void* out;
 };
 

@@ -98,6 +98,7 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
     layer.panels = (p.outputs + kStoredOutputs - 1) / kStoredOutputs;
     layer.end = units += layer.panels * ((count + kStoredRows - 1) / kStoredRows);
     outputs += p.outputs;
+    if (!layers.empty()) layers.back().params.following = p.weight;
     layers.push_back(std::move(layer));
   }
   const auto& kernels = byte_kernels();
