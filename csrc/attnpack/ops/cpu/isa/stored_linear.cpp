@@ -1,3 +1,4 @@
+#include <attnpack/ops/cpu/isa/dot.h>
 #include <attnpack/ops/cpu/isa/stored_blocks.h>
 #include <attnpack/ops/cpu/isa/tile.h>
 
@@ -101,7 +102,7 @@ class Fetching {
   // Always inlined: GCC takes a function that only prefetches for one without effects.
   [[gnu::always_inline]] void fetch() {
     const uint8_t* const stop = next_ + smaller(step_, end_ - next_);
-    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 3);
+    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, kOnce);
   }
 
  private:
