@@ -58,7 +58,10 @@ import torch
 from attnpack import ops
 from stored_blocks import FORMATS, exact_input, numbers_of, random_blocks
 for kind in FORMATS:
-    for rows, outputs, inputs in ((1, 70, 768), (2, 32, 512), (5, 33, 256), (7, 96, 1280), (200, 45, 1024)):
+    shapes = [(1, 70, 768), (2, 32, 512), (5, 33, 256), (7, 96, 1280), (200, 45, 1024)]
+    if FORMATS[kind][0] == 32:  # blocks are unpacked by four, and then one by one
+        shapes += [(1, 32, 32), (2, 64, 96), (3, 40, 224), (8, 65, 608)]
+    for rows, outputs, inputs in shapes:
         blocks, x = random_blocks(kind, outputs, inputs), exact_input(rows, inputs)
         weight, bias = numbers_of(blocks, kind).double(), torch.randn(outputs)
         exact, size = x.double() @ weight.t() + bias, x.double().abs() @ weight.abs().t() + 1

@@ -23,7 +23,7 @@ constexpr StoredLayout kStoredLayouts[] = {
 };
 
 constexpr int64_t kRoundedBlock = 32;  // numbers of an input that share a scale
-// Most rows of the input that a unit multiplies, and the outputs that it multiplies them by.
+// Most rows of the input that a unit multiplies, and what the outputs of a unit are a multiple of.
 constexpr int64_t kStoredRows = 192, kStoredOutputs = 32;
 
 // 32 numbers of an input, rounded to scale * codes: 8 bits of their largest number.
@@ -43,7 +43,8 @@ struct StoredLinearParams {
   RoundedBlock* rounded;  // [rows * inputs / 32]: written by round_input, in an order that the kernels know
   const uint8_t* weight;  // [outputs, row_bytes]
   int64_t row_bytes;
-  const void* bias;  // [outputs] or null
+  const uint8_t* following;  // the weight that is read next, or null
+  const void* bias;          // [outputs] or null
   void* out;
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 #include <attnpack/core/check.h>
 
@@ -17,6 +18,20 @@ void check_numbers(const at::Tensor& logits) {
   ATTNPACK_CHECK(!logits.isnan().any().item<bool>(),
                  "logits: got NaN from the model, want numbers to choose a token by: look for NaN in its weights, or "
                  "use a wider dtype");
+}
+
+// The largest logit of each row, and its first token. torch's max compares one number after the other where it looks
+// for the token too, which takes as long as some layers of a small model.
+std::tuple<at::Tensor, at::Tensor> largest(const at::Tensor& logits) {
+  if (!logits.is_cpu() || logits.scalar_type() != at::kFloat) return logits.max(-1);
+  const auto rows = logits.contiguous(), best = rows.amax(-1);  // NaN where a row has one
+  const auto tokens = at::empty(best.sizes(), best.options().dtype(at::kLong));
+  const auto size = rows.size(-1);
+  for (int64_t r = 0; r < best.numel(); ++r) {
+    const auto* const row = rows.const_data_ptr<float>() + r * size;
+    tokens.mutable_data_ptr<int64_t>()[r] = std::find(row, row + size, best.const_data_ptr<float>()[r]) - row;
+  }
+  return {best, tokens};
 }
 
 }  // namespace
@@ -39,8 +54,8 @@ Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k
 
 at::Tensor Sampler::operator()(const at::Tensor& logits) {
   if (greedy_) {
-    const auto [best, tokens] = logits.max(-1);  // for 16-bit numbers faster than torch's argmax (PERFORMANCE.md)
-    check_numbers(best);                         // a NaN counts as the largest
+    const auto [best, tokens] = largest(logits);
+    check_numbers(best);  // a NaN counts as the largest
     return tokens;
   }
   check_numbers(logits);

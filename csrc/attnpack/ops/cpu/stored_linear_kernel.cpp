@@ -13,7 +13,14 @@
 namespace attnpack {
 namespace {
 
-constexpr int64_t kRoundedRows = 6;            // of a unit that rounds rows: those that any kernel takes together
+constexpr int64_t kRoundedRows = 6;  // of a unit that rounds rows: those that any kernel takes together
+// Outputs of a unit that multiplies. Each unit costs an atomic instruction, which waits for the loads before it.
+constexpr int64_t kMostStoredOutputs = 8 * kStoredOutputs;
+int64_t stored_outputs_of_unit(int64_t outputs) {
+  return std::clamp(outputs / (8 * loop_threads()) / kStoredOutputs * kStoredOutputs, kStoredOutputs,
+                    kMostStoredOutputs);
+}
+
 constexpr int64_t kWidenedBytes = 4 << 20;     // of a part of the weight that is widened
 constexpr int64_t kWidenedNumbers = 16 << 10;  // of a unit that widens rows
 
@@ -65,18 +72,20 @@ Tensor multiply_widened(const Tensor& input, const Tensor& weight, const std::op
 struct StoredLayer {
   StoredLinearParams params{};
   Tensor weight, bias;
-  int64_t panels, end;  // its units: of `panels` for each kStoredRows rows
+  int64_t parts, end;  // its units: `parts` for each kStoredRows rows
 };
 
 // By rounded rows, in one pass over the weights.
 std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
   const Tensor rows = input.contiguous();
   const int64_t inputs = input.size(-1), count = input.numel() / inputs;
-  const Tensor rounded = at::empty({static_cast<int64_t>(sizeof(RoundedBlock)) * count * (inputs / kRoundedBlock)},
-                                   at::TensorOptions(at::kByte));
+  c10::SmallVector<RoundedBlock, 64> rounded;  // on the stack for a row of few numbers
+  rounded.resize_for_overwrite(count * (inputs / kRoundedBlock));
   c10::SmallVector<StoredLayer, 3> layers;
   std::vector<Tensor> outs;
   int64_t units = 0, outputs = 0;
+  for (const Tensor& weight : weights) outputs += weight.size(0);
+  const int64_t step = stored_outputs_of_unit(outputs);
   for (size_t i = 0; i < weights.size(); ++i) {
     auto shape = input.sizes().vec();
     shape.back() = weights[i].size(0);
@@ -90,14 +99,14 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
     p.format = stored_layout("weight", weights[i]).format;
     p.dtype = kernel_dtype(input.scalar_type());
     p.input = rows.const_data_ptr();
-    p.rounded = reinterpret_cast<RoundedBlock*>(rounded.mutable_data_ptr());
+    p.rounded = rounded.data();
     p.weight = layer.weight.const_data_ptr<uint8_t>();
     p.row_bytes = layer.weight.stride(0);
     if (biases[i]) p.bias = (layer.bias = biases[i]->contiguous()).const_data_ptr();
     p.out = outs.back().mutable_data_ptr();
-    layer.panels = (p.outputs + kStoredOutputs - 1) / kStoredOutputs;
-    layer.end = units += layer.panels * ((count + kStoredRows - 1) / kStoredRows);
-    outputs += p.outputs;
+    layer.parts = (p.outputs + step - 1) / step;
+    layer.end = units += layer.parts * ((count + kStoredRows - 1) / kStoredRows);
+    if (!layers.empty()) layers.back().params.following = p.weight;
     layers.push_back(std::move(layer));
   }
   const auto& kernels = byte_kernels();
@@ -110,10 +119,10 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
     size_t i = 0;
     while (unit >= layers[i].end) ++i;
     const StoredLayer& layer = layers[i];
-    const int64_t own = unit - (i == 0 ? 0 : layers[i - 1].end), row = own / layer.panels * kStoredRows,
-                  output = own % layer.panels * kStoredOutputs;
+    const int64_t own = unit - (i == 0 ? 0 : layers[i - 1].end), row = own / layer.parts * kStoredRows,
+                  output = own % layer.parts * step;
     kernels.stored_linear_rows(layer.params, {row, std::min(row + kStoredRows, count)},
-                               {output, std::min(output + kStoredOutputs, layer.params.outputs)}, scratch);
+                               {output, std::min(output + step, layer.params.outputs)}, scratch);
   };
   // Reading a weight from memory takes as long as some multiply-adds.
   for_each_unit(units, static_cast<double>(count + 3) * static_cast<double>(inputs * outputs),

@@ -34,6 +34,22 @@ typedef __m256 Floats;
 typedef VectorTypes<float>::Int Words;
 typedef VectorTypes<float>::Bits Bits;
 
+// GCC leaves some lambdas out of line, and what they write then stands in memory.
+#define ATTNPACK_INLINED __attribute__((always_inline))
+
+template <int I>
+using Index = std::integral_constant<int, I>;
+
+template <int... I, class F>
+[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, I...>, F&& f) {
+  (f(Index<I>()), ...);
+}
+// f(Index<0>()), ... f(Index<Count - 1>()).
+template <int Count, class F>
+[[gnu::always_inline]] inline void unrolled(F&& f) {
+  unrolled(std::make_integer_sequence<int, Count>(), f);
+}
+
 inline Bytes all_of(int32_t x) { return Bytes(Words{} + x); }
 inline Bytes load_bytes(const void* p) {
   Bytes x;
@@ -91,7 +107,7 @@ inline Bytes add_signed_products(Bytes sum, Bytes codes, Bytes x) {
 }
 
 // The first 16 bytes of 16 rows: vector i has bytes 4 i to 4 i + 3 of each row.
-inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
+[[gnu::always_inline]] inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
   Bytes rows[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -145,7 +161,7 @@ inline Bytes add_products(Bytes sum, Bytes codes, Bytes x) {
 inline Bytes add_signed_products(Bytes sum, Bytes codes, Bytes x) {
   return add_products(sum, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
 }
-inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
+[[gnu::always_inline]] inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
   Bytes rows[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -163,10 +179,22 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&to)[4]) {
 }
 #endif
 
+// The upper half of each lane of a, and above it the lower half of b.
+inline Bytes joined_halves(Bytes a, Bytes b) {
+#if defined(__aarch64__)
+  return vorrq_s32(shifted_right<16>(a), shifted_left<16>(b));
+#elif defined(__AVX512F__)
+  return _mm512_rol_epi32(_mm512_mask_blend_epi16(0xaaaaaaaa, b, a), 16);
+#else
+  const Bytes turned = _mm256_blend_epi16(b, a, 0xaa);
+  return shifted_right<16>(turned) | shifted_left<16>(turned);
+#endif
+}
+
 inline Floats upper_halves(Bytes a) { return lower_halves(shifted_right<16>(a)); }
 
-// Four bytes of each row.
-inline Bytes load_column(const uint8_t* p, int64_t stride) {
+// Four bytes of each row. Several chains of blends, because each waits for the one before it.
+[[gnu::always_inline]] inline Bytes load_column(const uint8_t* p, int64_t stride) {
 #if defined(__aarch64__)
   Words rows;
 #pragma GCC unroll 4
@@ -174,18 +202,25 @@ inline Bytes load_column(const uint8_t* p, int64_t stride) {
   return Bytes(rows);
 #else
   const auto four = [&](int lane) {
-    const auto at = [&](int i) {
-      int32_t x;
-      __builtin_memcpy(&x, p + (4 * lane + i) * stride, 4);
-      return x;
-    };
-    return _mm_insert_epi32(_mm_insert_epi32(_mm_insert_epi32(_mm_cvtsi32_si128(at(0)), at(1), 1), at(2), 2), at(3), 3);
+    int32_t x;
+    __builtin_memcpy(&x, p + lane * stride, 4);
+    return x;
   };
 #if defined(__AVX512F__)
-  const Bytes low = _mm512_inserti32x4(_mm512_castsi128_si512(four(0)), four(1), 1);
-  return _mm512_inserti32x4(_mm512_inserti32x4(low, four(2), 2), four(3), 3);
+  Bytes x[4];
+  unrolled<4>([&](auto i) ATTNPACK_INLINED {
+    x[i] = _mm512_maskz_set1_epi32(1 << 4 * i, four(4 * i));
+    x[i] = _mm512_mask_set1_epi32(x[i], 2 << 4 * i, four(4 * i + 1));
+    x[i] = _mm512_mask_set1_epi32(x[i], 4 << 4 * i, four(4 * i + 2));
+    x[i] = _mm512_mask_set1_epi32(x[i], 8 << 4 * i, four(4 * i + 3));
+  });
+  return (x[0] | x[1]) | (x[2] | x[3]);
 #else
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
+  const auto pair = [&](auto i)
+                        ATTNPACK_INLINED { return _mm256_blend_epi32(all_of(four(i)), all_of(four(i + 1)), 2 << i); };
+  const Bytes low = _mm256_blend_epi32(pair(Index<0>()), pair(Index<2>()), 0x0c),
+              high = _mm256_blend_epi32(pair(Index<4>()), pair(Index<6>()), 0xc0);
+  return _mm256_blend_epi32(low, high, 0xf0);
 #endif
 #endif
 }

@@ -92,6 +92,19 @@ constexpr bool kSigned = kFormat == StoredFormat::kQ8_0 && !kWideCodes;
 template <StoredFormat kFormat>
 constexpr int kScaled = kFormat == StoredFormat::kQ6_K ? 16 : 32;
 
+// Blocks that are unpacked in one go: of the small ones several, so that each load takes 16 bytes that are all needed.
+template <StoredFormat kFormat>
+constexpr int kTogether = kLayout<kFormat>.numbers == 32 ? 4 : 1;
+
+// f(block, how many blocks) for the blocks 0 .. count - 1.
+template <StoredFormat kFormat, class F>
+[[gnu::always_inline]] inline void for_blocks(int64_t count, F&& f) {
+  int64_t block = 0;
+  for (; block + kTogether<kFormat> <= count; block += kTogether<kFormat>) f(block, Index<kTogether<kFormat>>());
+  if constexpr (kTogether<kFormat> > 1)
+    for (; block < count; ++block) f(block, Index<1>());
+}
+
 constexpr int32_t kNibbles = 0x0f0f0f0f;
 
 template <int Byte>
@@ -105,37 +118,18 @@ inline Bytes fifth_bits(Bytes x) {
   return shifted_left<4>(bits_of(multiply(bits_of(shifted_right<4 * I>(x), 15), 0x00204081), 0x01010101));
 }
 
-template <int... I, class F>
-inline void unrolled(std::integer_sequence<int, I...>, F&& f) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-template <int Count, class F>
-inline void unrolled(F&& f) {
-  unrolled(std::make_integer_sequence<int, Count>(), f);
-}
-
-// The same block of several rows, `stride` bytes apart. to.put_codes(i, codes): four codes, 4 i to 4 i + 3, of each
-// row. to.put_scale(i, scale, offset): those of the i-th kScaled numbers.
-template <StoredFormat kFormat, class To>
-[[gnu::always_inline]] inline void unpack_block(const uint8_t* p, int64_t stride, const To& to) {
+// The same kBlocks blocks of several rows, `stride` bytes apart. to.put_codes(i, codes): four codes, 4 i to 4 i + 3, of
+// each row. to.put_scale(i, scale, offset): those of the i-th kScaled numbers.
+template <StoredFormat kFormat, int kBlocks, class To>
+[[gnu::always_inline]] inline void unpack_blocks(const uint8_t* p, int64_t stride, To& to) {
   using F = StoredFormat;
   constexpr bool kOffset = kFormat == F::kQ4_1 || kFormat == F::kQ5_1,
                  kFive = kFormat == F::kQ5_0 || kFormat == F::kQ5_1;
   Bytes x[4];
-  if constexpr (kFormat == F::kQ8_0) {
-    const Floats scale = lower_halves(load_column(p, stride));
-    to.put_scale(0, scale, scale * -128.0f);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      load_columns(p + 2 + 16 * half, stride, x);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        to.put_codes(4 * half + i, kSigned<kFormat> ? x[i] : flipped(x[i], static_cast<int32_t>(0x80808080)));
-    }
-  } else if constexpr (kFormat == F::kQ6_K) {
+  if constexpr (kFormat == F::kQ6_K) {
     const Floats scale = upper_halves(load_column(p + 206, stride));
     load_columns(p + 192, stride, x);
-    unrolled<16>([&](auto i) {
+    unrolled<16>([&](auto i) ATTNPACK_INLINED {
       const Floats own = scale * to_floats(signed_byte<i % 4>(x[i / 4]));
       to.put_scale(i, own, own * -32.0f);
     });
@@ -162,7 +156,7 @@ template <StoredFormat kFormat, class To>
                              either(bits_of(x[3], kNibbles), bits_of(shifted_right<2>(x[1]), 0x30303030))};
     const Bytes offsets[2] = {bits_of(x[2], 0x3f3f3f3f), either(bits_of(shifted_right<4>(x[3]), kNibbles),
                                                                 bits_of(shifted_right<2>(x[2]), 0x30303030))};
-    unrolled<8>([&](auto i) {
+    unrolled<8>([&](auto i) ATTNPACK_INLINED {
       to.put_scale(i, scale * unsigned_byte<i % 4>(scales[i / 4]), offset * unsigned_byte<i % 4>(offsets[i / 4]));
     });
     Bytes high[8];
@@ -175,7 +169,7 @@ template <StoredFormat kFormat, class To>
       for (int i = 0; i < 4; ++i) high[4 + i] = x[i];
     }
     const uint8_t* const codes = kFormat == F::kQ5_K ? p + 48 : p + 16;
-    unrolled<8>([&](auto piece) {  // 16 bytes: codes of two parts of the block
+    unrolled<8>([&](auto piece) ATTNPACK_INLINED {  // 16 bytes: codes of two parts of the block
       constexpr int kPart = piece / 2 * 2, kHalf = piece % 2 * 4;
       load_columns(codes + 16 * piece, stride, x);
 #pragma GCC unroll 4
@@ -190,22 +184,58 @@ template <StoredFormat kFormat, class To>
       }
     });
   } else {
-    const uint8_t* const codes = p + 2 + (kOffset ? 2 : 0) + (kFive ? 4 : 0);
-    const Bytes head = load_column(p, stride);
-    const Floats scale = lower_halves(head);
-    to.put_scale(0, scale, kOffset ? upper_halves(head) : scale * (kFive ? -16.0f : -8.0f));
+    // A block is its scale (and offset), and words: its fifth bits and its codes.
+    constexpr bool kEight = kFormat == F::kQ8_0;
+    constexpr int kHead = kOffset ? 4 : 2, kBytes = kLayout<kFormat>.bytes, kWords = (kBytes - kHead) / 4;
+    const auto put_scale = [&](int block, Floats scale, Floats offset) ATTNPACK_INLINED {
+      to.put_scale(block, scale, kOffset ? offset : scale * (kEight ? -128.0f : kFive ? -16.0f : -8.0f));
+    };
     Bytes high{};
-    if constexpr (kFive) high = load_column(codes - 4, stride);
-    load_columns(codes, stride, x);
-    unrolled<4>([&](auto i) {
-      Bytes low = bits_of(x[i], kNibbles), up = bits_of(shifted_right<4>(x[i]), kNibbles);
-      if constexpr (kFive) {
-        low = either(low, fifth_bits<i>(high));
-        up = either(up, fifth_bits<4 + i>(high));
+    const auto put_word = [&](auto word, int block, Bytes w) ATTNPACK_INLINED {
+      constexpr int kWord = word - kFive;
+      if constexpr (kEight) {
+        to.put_codes(8 * block + kWord, kSigned<kFormat> ? w : flipped(w, static_cast<int32_t>(0x80808080)));
+      } else if constexpr (kWord < 0) {
+        high = w;
+      } else {
+        Bytes low = bits_of(w, kNibbles), up = bits_of(shifted_right<4>(w), kNibbles);
+        if constexpr (kFive) {
+          low = either(low, fifth_bits<kWord>(high));
+          up = either(up, fifth_bits<4 + kWord>(high));
+        }
+        to.put_codes(8 * block + kWord, low);
+        to.put_codes(8 * block + 4 + kWord, up);
       }
-      to.put_codes(i, low);
-      to.put_codes(4 + i, up);
-    });
+    };
+    if constexpr (kBlocks == 1) {
+      const Bytes head = load_column(p, stride);
+      put_scale(0, lower_halves(head), upper_halves(head));
+      if constexpr (kFive) put_word(Index<0>(), 0, load_column(p + kHead, stride));
+      unrolled<kWords - kFive>([&](auto i) ATTNPACK_INLINED {
+        if constexpr (i % 4 == 0) load_columns(p + kBytes - 4 * (kWords - kFive - i), stride, x);
+        put_word(Index<i + kFive>(), 0, x[i % 4]);
+      });
+    } else {
+      // The words of memory, each loaded once. Where a scale takes half a word, every second block lies across words.
+      constexpr int kAll = kBlocks * kBytes / 4, kPeriod = kOffset ? kBytes / 4 : kBytes / 2;
+      Bytes before{};
+      unrolled<kAll>([&](auto i) ATTNPACK_INLINED {
+        constexpr int kLoad = i / 4 * 4 + 4 > kAll ? kAll - 4 : i / 4 * 4;  // the last load may overlap
+        constexpr int kBlock = i / kPeriod * (kOffset ? 1 : 2), kAt = i % kPeriod;
+        if constexpr (i % 4 == 0) load_columns(p + 4 * kLoad, stride, x);
+        const Bytes w = x[i - kLoad];
+        if constexpr (kAt == 0)
+          put_scale(kBlock, lower_halves(w), kOffset ? upper_halves(w) : Floats{});
+        else if constexpr (kOffset)
+          put_word(Index<kAt - 1>(), kBlock, w);
+        else if constexpr (kAt <= kWords)
+          put_word(Index<kAt - 1>(), kBlock, joined_halves(before, w));
+        else
+          put_word(Index<kAt - kWords - 1>(), kBlock + 1, w);
+        if constexpr (!kOffset && kAt == kWords) put_scale(kBlock + 1, upper_halves(w), Floats{});
+        before = w;
+      });
+    }
   }
 }
 

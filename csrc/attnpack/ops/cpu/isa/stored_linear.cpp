@@ -1,8 +1,10 @@
+#include <attnpack/ops/cpu/isa/dot.h>
 #include <attnpack/ops/cpu/isa/stored_blocks.h>
 #include <attnpack/ops/cpu/isa/tile.h>
 
-// Linear layers on stored weights. The input is rounded to 8 bits in blocks of 32. The codes of some outputs are
-// unpacked into a panel in the L1 cache, which all rows of the input multiply as integers:
+// Linear layers on stored weights. The input is rounded to 8 bits in blocks of 32. The codes of some outputs, one in
+// each lane of a vector, are multiplied as integers: with few rows of the input as they come out of memory, with more
+// rows from a panel in the L1 cache.
 //   y = sum over blocks of  scale * scale_of_x * (codes . codes_of_x) + offset * sum_of_x
 namespace attnpack::ATTNPACK_ISA {
 
@@ -10,10 +12,18 @@ namespace {
 
 #if defined(ATTNPACK_BYTE_PRODUCTS)
 // Rows of the input and vectors of outputs whose sums stand in registers.
-constexpr int64_t kRowsTogether = kRegisters == 32 ? 6 : 2;
+constexpr int kRowsTogether = kRegisters == 32 ? 6 : 2;
 #else
-constexpr int64_t kRowsTogether = 1;
+constexpr int kRowsTogether = 1;
 #endif
+
+// f(rows) with the number, 1 to kMost, as a constant.
+template <int kMost, class F>
+void with_rows(int64_t rows, F&& f) {
+  if constexpr (kMost > 1)
+    if (rows < kMost) return with_rows<kMost - 1>(rows, f);
+  f(std::integral_constant<int, kMost>());
+}
 
 // The rounded blocks of rows that are multiplied together stand side by side: [tile][block][row of the tile].
 struct RoundedTile {
@@ -80,24 +90,43 @@ void store_outputs(const StoredLinearParams& p, Range rows, int64_t output, int6
 
 #if defined(ATTNPACK_BYTE_PRODUCTS)
 
-constexpr int64_t kPanelInputs = 512;  // most inputs of a panel
+constexpr int64_t kPanelInputs = 512;               // most inputs of a panel
+constexpr int kFewRows = kRegisters == 32 ? 6 : 2;  // of the input, which need no panel
 constexpr int64_t kMostRowBytes = kPanelInputs / 32 * 34;
+
+// Fetches memory that is read next, a piece at a time, in the order of its addresses.
+class Fetching {
+ public:
+  Fetching(const uint8_t* begin, int64_t bytes, int64_t pieces)
+      : next_(begin), end_(begin + bytes), step_((bytes / larger(pieces, 1) + 63) / 64 * 64) {}
+  // Always inlined: GCC takes a function that only prefetches for one without effects.
+  [[gnu::always_inline]] void fetch() {
+    const uint8_t* const stop = next_ + smaller(step_, end_ - next_);
+    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, kOnce);
+  }
+
+ private:
+  const uint8_t *next_, *end_;
+  int64_t step_;
+};
 
 // Codes [input / 4][vector] and, for each kScaled inputs, scales and offsets [vector].
 struct Panel {
+  const uint8_t** fetched;  // the weight's rows that were fetched ahead, at the start of scratch, which is zeroed
   uint8_t* codes;
   float *scales, *offsets;
   uint8_t* rest;  // fewer than kOutputs rows of the weight, with zeros after them
   float* sums;    // [rows][kOutputs]
   Panel(int64_t rows, Arena& arena)
-      : codes(arena.take<uint8_t>(kPanelInputs * kOutputs)),
+      : fetched(arena.take<const uint8_t*>(1)),
+        codes(arena.take<uint8_t>(kPanelInputs * kOutputs)),
         scales(arena.take<float>(kPanelInputs / 16 * kOutputs)),
         offsets(arena.take<float>(kPanelInputs / 16 * kOutputs)),
         rest(arena.take<uint8_t>(kOutputs * kMostRowBytes)),
         sums(arena.take<float>(rows * kOutputs)) {}
 };
 
-// Where unpack_block puts the codes of a vector of outputs.
+// Where unpack_blocks puts the codes of a vector of outputs.
 template <int kScaledNumbers>
 struct PanelColumn {
   const Panel& panel;
@@ -113,21 +142,70 @@ struct PanelColumn {
   }
 };
 
-// The same memory of the panel that is read next is prefetched meanwhile, `ahead` bytes further on.
+// The codes of kOutputs rows of the weight.
 template <StoredFormat kFormat>
-[[gnu::noinline]] void fill_panel(const uint8_t* p, int64_t row_bytes, int64_t inputs, int64_t ahead,
+[[gnu::noinline]] void fill_panel(const uint8_t* p, int64_t row_bytes, int64_t inputs, Fetching& ahead,
                                   const Panel& panel) {
   constexpr int64_t kNumbers = kLayout<kFormat>.numbers, kBytes = kLayout<kFormat>.bytes;
-  for (int64_t i = 0; i < inputs / kNumbers; ++i) {
+  for_blocks<kFormat>(inputs / kNumbers, [&](int64_t block, auto count) ATTNPACK_INLINED {
 #pragma GCC unroll 1
     for (int v = 0; v < kVectors; ++v) {
-      const uint8_t* const first = p + v * kLanes<float> * row_bytes + i * kBytes;
-      if (ahead)
-        for (int64_t line = (-i * kBytes & 63); line < kBytes; line += 64)
-#pragma GCC unroll 16
-          for (int r = 0; r < kLanes<float>; ++r) __builtin_prefetch(first + r * row_bytes + line + ahead, 0, 2);
-      unpack_block<kFormat>(first, row_bytes, PanelColumn<kScaled<kFormat>>{panel, i * kNumbers, v});
+      ahead.fetch();
+      PanelColumn<kScaled<kFormat>> to{panel, block * kNumbers, v};
+      unpack_blocks<kFormat, count>(p + v * kLanes<float> * row_bytes + block * kBytes, row_bytes, to);
     }
+  });
+}
+
+// The products of a vector of outputs with few rows of the input, block by block, as the codes come out of memory.
+template <StoredFormat kFormat, int kBlocks, int kRows>
+struct RowProducts {
+  static constexpr int kParts = kBlocks * kLayout<kFormat>.numbers / kScaled<kFormat>, kGroups = kScaled<kFormat> / 4;
+  const RoundedBlock* x;  // [kBlocks * numbers / 32][kRows]
+  Floats scale[kParts], offset[kParts];
+  Bytes sum[kParts][kRows];
+  [[gnu::always_inline]] void put_codes(int i, Bytes codes) {
+    unrolled<kRows>([&](auto r) ATTNPACK_INLINED {
+      int32_t four;
+      __builtin_memcpy(&four, x[i / 8 * kRows + r].codes + i % 8 * 4, 4);
+      Bytes& to = sum[i / kGroups][r];
+      to = kSigned<kFormat> ? add_signed_products(to, codes, all_of(four)) : add_products(to, codes, all_of(four));
+    });
+  }
+  [[gnu::always_inline]] void put_scale(int i, Floats of_codes, Floats added) {
+    scale[i] = of_codes;
+    offset[i] = added;
+    unrolled<kRows>([&](auto r) ATTNPACK_INLINED { sum[i][r] = Bytes{}; });
+  }
+  // In the order of multiply_panel.
+  [[gnu::always_inline]] void add_to(Floats (&total)[kRows]) const {
+    unrolled<kParts>([&](auto part) ATTNPACK_INLINED {
+      unrolled<kRows>([&](auto r) ATTNPACK_INLINED {
+        const RoundedBlock& block = x[part * kScaled<kFormat> / kRoundedBlock * kRows + r];
+        const float sum_of_x = kScaled<kFormat> == kRoundedBlock ? block.sum : block.half[part % 2];
+        total[r] = multiply_add(to_floats(sum[part][r]), scale[part] * all_of(block.scale), total[r]);
+        if (!kSigned<kFormat>) total[r] = multiply_add(offset[part], all_of(sum_of_x), total[r]);
+      });
+    });
+  }
+};
+
+// sums[r, o] = the products of kOutputs rows of the weight with few rows of the input: a panel would cost more.
+template <StoredFormat kFormat, int kRows>
+[[gnu::noinline]] void multiply_few_rows(const uint8_t* p, int64_t row_bytes, const RoundedBlock* x, int64_t inputs,
+                                         Fetching& ahead, float* sums) {
+  constexpr int64_t kNumbers = kLayout<kFormat>.numbers, kBytes = kLayout<kFormat>.bytes;
+  for (int64_t v = 0; v < kVectors; ++v) {
+    Floats total[kRows] = {};
+    const uint8_t* const first = p + v * kLanes<float> * row_bytes;
+    for_blocks<kFormat>(inputs / kNumbers, [&](int64_t block, auto count) ATTNPACK_INLINED {
+      ahead.fetch();
+      RowProducts<kFormat, count, kRows> products;
+      products.x = x + block * (kNumbers / kRoundedBlock) * kRows;
+      unpack_blocks<kFormat, count>(first + block * kBytes, row_bytes, products);
+      products.add_to(total);
+    });
+    for (int r = 0; r < kRows; ++r) store_floats(sums + r * kOutputs + v * kLanes<float>, total[r]);
   }
 }
 
@@ -196,44 +274,44 @@ template <StoredFormat kFormat, int Rows>
 
 template <StoredFormat kFormat>
 void multiply_rows(const Panel& panel, const RoundedBlock* x, int64_t rows, int64_t blocks, bool further, float* sums) {
-  const auto by = [&](auto count) { multiply_panel<kFormat, count>(panel, x, blocks, further, sums); };
-  switch (rows) {
-    case 1:
-      return by(std::integral_constant<int, 1>());
-    case 2:
-      return by(std::integral_constant<int, 2>());
-#if defined(__AVX512F__) || defined(__aarch64__)  // kRegisters == 32
-    case 3:
-      return by(std::integral_constant<int, 3>());
-    case 4:
-      return by(std::integral_constant<int, 4>());
-    case 5:
-      return by(std::integral_constant<int, 5>());
-    default:
-      return by(std::integral_constant<int, 6>());
-#endif
-  }
+  with_rows<kRowsTogether>(rows, [&](auto count) { multiply_panel<kFormat, count>(panel, x, blocks, further, sums); });
 }
 
 template <StoredFormat kFormat>
 void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, void* scratch) {
   Arena arena(scratch);
   const Panel panel(rows.end - rows.begin, arena);
-  const int64_t count = smaller(kOutputs, p.outputs - output);
+  const int64_t count = smaller(kOutputs, p.outputs - output), panel_bytes = kOutputs * p.row_bytes;
+  const uint8_t* const weight = p.weight + output * p.row_bytes;
+  const bool is_last = output + kOutputs >= p.outputs;
+  const uint8_t* const next = is_last ? p.following : weight + panel_bytes;
+  if (*panel.fetched != weight) Fetching(weight, count * p.row_bytes, 1).fetch();
+  Fetching ahead(next, next ? panel_bytes : 0, p.inputs / (kLayout<kFormat>.numbers * kTogether<kFormat>)*kVectors);
+  *panel.fetched = next;
+  const auto store = [&] {
+    dispatch_stored(p.dtype, [&](auto s) { store_outputs<decltype(s)>(p, rows, output, count, panel.sums); });
+  };
+  if (rows.end - rows.begin <= kFewRows && count == kOutputs) {
+    const RoundedTile x(p, rows.begin);
+    with_rows<kFewRows>(x.rows, [&](auto few) {
+      multiply_few_rows<kFormat, few>(weight, p.row_bytes, x.first, p.inputs, ahead, panel.sums);
+    });
+    return store();
+  }
   for (int64_t input = 0; input < p.inputs; input += kPanelInputs) {
     const int64_t inputs = smaller(kPanelInputs, p.inputs - input);
     const int64_t first = input / kLayout<kFormat>.numbers * kLayout<kFormat>.bytes,
                   bytes = inputs / kLayout<kFormat>.numbers * kLayout<kFormat>.bytes;
-    const uint8_t* from = p.weight + output * p.row_bytes + first;
+    const uint8_t* from = weight + first;
     if (count == kOutputs) {
-      fill_panel<kFormat>(from, p.row_bytes, inputs, kOutputs * p.row_bytes, panel);
+      fill_panel<kFormat>(from, p.row_bytes, inputs, ahead, panel);
     } else {
       for (int64_t r = 0; r < kOutputs; ++r)
         if (r < count)
           __builtin_memcpy(panel.rest + r * bytes, from + r * p.row_bytes, bytes);
         else
           __builtin_memset(panel.rest + r * bytes, 0, bytes);
-      fill_panel<kFormat>(panel.rest, bytes, inputs, 0, panel);
+      fill_panel<kFormat>(panel.rest, bytes, inputs, ahead, panel);
     }
     for (int64_t r = rows.begin, some; r < rows.end; r += some) {
       const RoundedTile x(p, r);
@@ -242,7 +320,7 @@ void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, vo
                              panel.sums + (r - rows.begin) * kOutputs);
     }
   }
-  dispatch_stored(p.dtype, [&](auto s) { store_outputs<decltype(s)>(p, rows, output, count, panel.sums); });
+  store();
 }
 
 #else
