@@ -88,7 +88,7 @@ with torch.no_grad():
     q, k, v = block.self_attn.project(block.input_layernorm(hidden))
 kv_head = head // 3  # three query heads of this model share a key-value head
 shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-print(f"x {tuple(hidden.shape)} [batch, tokens, numbers]; {shapes} [batch, heads, tokens, numbers]")
+print(f"x {tuple(hidden.shape)}: [batch, tokens, numbers]\n{shapes}: [batch, heads, tokens, numbers]")
 walkthrough.projections(words, hidden[0], q[0, head], k[0, kv_head], v[0, kv_head], row)
 
 # %% [markdown]

@@ -252,9 +252,7 @@ for offset, colour, label in ((0, ORANGE, "keys and values of every head"), (1, 
     )
     axes.bar_label(bars, fmt="%.3g", padding=3)
 axes.set_yticks([i + 0.2 for i in range(len(names))], names)
-axes.set_xscale("log")
-axes.set_xlim(1, 2000)
-axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+axes.margins(x=0.1)
 axes.invert_yaxis()
 axes.set(xlabel="KV cache at 128k tokens in bfloat16 (GiB)", ylabel="model", title="What sharing saves")
 axes.legend(loc="lower right")
@@ -394,13 +392,13 @@ print(f"on {bench.conditions()}")
 torch.set_num_threads(threads)
 
 # %% [markdown]
-# Eight bits change almost no prediction, and four bits change many. `exact_first` and `exact_last` keep the first and
-# the latest tokens in full, which helps four bits most: `python benchmarks/cache_error.py` measures the error on a
-# longer text. The times here are of the Python modules, called one by one, on the machine that is printed. C++
-# `generate`, timed at the start of this notebook, takes less per token. The longer text explains little of that: a
+# Eight bits change few predictions, and four bits change many (the last column). `exact_first` and `exact_last` keep
+# the first and the latest tokens in full, which helps four bits most: `python benchmarks/cache_error.py` measures the
+# error on a longer text. The times here are of the Python modules, called one by one, on the machine that is printed.
+# C++ `generate`, timed at the start of this notebook, takes less per token. The longer text explains little of that: a
 # cache of 256 tokens is small beside the weights. For the same reason the bytes that the quantised caches save hardly
-# show in the time, and the work of unpacking does. Over long texts reading decides: `python
-# benchmarks/cache_decode.py` times single calls over long caches.
+# show in the time, and the work of unpacking does. Over long texts reading decides: `python benchmarks/cache_decode.py`
+# times single calls over long caches.
 #
 # A layer with a window never looks back further than the window, so a **SlidingWindowCache** has room for the window
 # and some hundred tokens more, however long the text gets: a ring, whose outputs equal those of a cache that keeps
@@ -502,8 +500,8 @@ assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
 # - With a cache a token costs one row; without it, all rows before it again.
 # - The cache grows with the text. Query heads that share key-value heads make it smaller.
 # - Kinds of caches differ in where numbers lie and how exactly they are kept. They give the same attention ("same
-#   outputs from both caches"), except the quantised ones. Here 8 bits changed almost no prediction, and 4 bits changed
-#   nearly a quarter of the likeliest tokens.
+#   outputs from both caches"), except the quantised ones. Here 8 bits changed few of the likeliest tokens, and 4 bits
+#   about a fifth.
 #
 # ## Exercises
 #

@@ -137,10 +137,12 @@ large = {
     "MQA": plot_memory.kv_bytes(1, 1, num_layers=1, head_dim=128, dtype=torch.bfloat16),
 }
 assert large["MHA"] > large["GQA, 8 kv heads"] > large["MLA, 512 + 64"] > large["MQA"]
-bars = panels[1].barh(list(large), list(large.values()), color=[KINDS[name[:3]] for name in large])
-panels[1].bar_label(bars, padding=3)
+for name, size in large.items():  # points, because bars on a logarithmic scale would have no beginning
+    panels[1].plot(size, name, "o", color=KINDS[name[:3]], markersize=10)
+    panels[1].annotate(f"{size}", (size, name), xytext=(9, -4), textcoords="offset points")
 panels[1].set(xlabel="bytes per token and layer, bf16", title="DeepSeek-V3: 128 heads", xscale="log", xlim=(100, 4e5))
 panels[0].set_ylabel("attention layer")
+panels[1].margins(y=0.15)
 for panel in panels:
     panel.margins(x=0.2)
     panel.invert_yaxis()
