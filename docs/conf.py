@@ -19,14 +19,16 @@ include_patterns = [
     "CONTRIBUTING.md",
     "PERFORMANCE.md",
 ]
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "extension"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "extension"]
 
+smartquotes = False  # texts of pages and links begin with quotes
 html_theme = "furo"
 html_title = "attnpack"
 html_copy_source = False
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]  # formulas of notebooks too
 myst_heading_anchors = 3
@@ -34,6 +36,7 @@ nb_execution_mode = "off"  # pages show the outputs that the notebooks store
 
 default_role = "py:obj"  # docstrings write names in single back-ticks
 autodoc_member_order = "bysource"
+autosummary_generate = False
 autodoc_typehints = "signature"
 
 napoleon_use_rtype = False

@@ -1,11 +1,13 @@
-"""The site's additions to Sphinx: sections of the README, C++ headers, formulas as MathML, and docstrings as plain text
-with back-ticks."""
+"""The site's additions to Sphinx: sections of the README, C++ headers, pages of classes, the course with pictures,
+words for the search, pages of heads, formulas as MathML, and docstrings as plain text with back-ticks."""
 
 from types import FunctionType
 
 from sphinx.pycode import ModuleAnalyzer
 
-from . import mathml
+from . import heads_pages, mathml, search_words
+from .api_pages import ApiClassDirective, ApiFunctionDirective, ApiTableDirective
+from .course import CourseDirective, write_pictures
 from .headers_page import HeadersDirective
 from .plain_docstrings import escape_lines
 from .readme_section import ReadmeDirective
@@ -14,10 +16,15 @@ from .readme_section import ReadmeDirective
 def setup(app):
     app.add_directive("readme", ReadmeDirective)
     app.add_directive("headers", HeadersDirective)
+    app.add_directive("api-class", ApiClassDirective)
+    app.add_directive("api-function", ApiFunctionDirective)
+    app.add_directive("api-table", ApiTableDirective)
+    app.add_directive("course", CourseDirective)
     app.add_html_math_renderer("mathml", (mathml.visit_inline, None), (mathml.visit_block, None))
     app.connect("autodoc-process-signature", show_whole_signature)
     app.connect("autodoc-process-docstring", escape_docstring, priority=100)  # before napoleon
-    app.connect("build-finished", redirect_to_start)
+    app.connect("doctree-read", search_words.add)
+    app.connect("build-finished", write_files)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -33,9 +40,12 @@ def escape_docstring(app, what, name, obj, options, lines):
     lines[:] = escape_lines(lines)
 
 
-def redirect_to_start(app, error):
-    """index.html at the top of the site: pages keep the paths of the repository, and the first one is docs/index."""
+def write_files(app, error):
+    """Files that are no pages of Sphinx: those of heads, the course's pictures, and index.html at the top of the site:
+    pages keep the paths of the repository, and the first one is docs/index."""
     if error is None and app.builder.format == "html":
+        heads_pages.write_pages(app.outdir / "docs/heads")
+        write_pictures(app.outdir / "docs/course")
         start = app.builder.get_target_uri(app.config.root_doc)
         page = f'<!doctype html><meta http-equiv="refresh" content="0; url={start}"><a href="{start}">attnpack</a>\n'
         (app.outdir / "index.html").write_text(page)

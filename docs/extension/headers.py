@@ -28,9 +28,10 @@ class Paragraph(NamedTuple):
 
 
 def public_headers(folder: str = "") -> list[str]:
-    """Headers as users include them, below attnpack/folder; without a folder all. A header's name gives that one."""
-    place = INCLUDE / "attnpack" / folder
-    files = [place] if place.is_file() else place.rglob("*.h")
+    """Headers as users include them, below attnpack/folder; without a folder all. A header's name gives that one, and
+    folder/* those of the folder itself."""
+    place = INCLUDE / "attnpack" / folder.removesuffix("/*")
+    files = [place] if place.is_file() else place.glob("*.h") if folder.endswith("/*") else place.rglob("*.h")
     found = [path.relative_to(INCLUDE) for path in files]
     return sorted(str(path) for path in found if not set(path.parts) & set(NOT_PUBLIC))
 

@@ -1,4 +1,4 @@
-"""```{headers} ops``` describes every public header below csrc/attnpack/ops."""
+"""```{headers} ops``` describes every public header below csrc/attnpack/ops, and begins with a table of them."""
 
 import re
 
@@ -18,7 +18,8 @@ class HeadersDirective(SphinxDirective):
         headers = public_headers(self.arguments[0])
         if not headers:
             raise self.error(f"csrc/attnpack/{self.arguments[0]} has no public header. Name a folder that has one.")
-        return [self._header(header) for header in headers]
+        parts = [self._header(header) for header in headers]
+        return [_table(parts), *parts] if len(parts) > 1 else parts
 
     def _header(self, header: str) -> nodes.section:
         self.env.note_dependency(str(INCLUDE / header))
@@ -37,6 +38,23 @@ class HeadersDirective(SphinxDirective):
         entries = [("single", f"{name} (C++)", part["ids"][0], "", None) for name in paragraph.names]
         part += [addnodes.index(entries=entries), *_prose(paragraph.comment), *_code(paragraph.code)]
         return part
+
+
+def _table(parts: list[nodes.section]) -> nodes.bullet_list:
+    """A line for each header: its name and, as links, the names that it declares."""
+    table = nodes.bullet_list(classes=["headers"])
+    for part in parts:
+        line = nodes.paragraph("", "", _link(part), nodes.Text(": "))
+        for n, section in enumerate(part.findall(nodes.section)):
+            if section is not part:
+                line += [nodes.Text(", ")] if n > 1 else []
+                line += _link(section)
+        table += nodes.list_item("", line)
+    return table
+
+
+def _link(section: nodes.section) -> nodes.reference:
+    return nodes.reference("", "", nodes.literal("", section[0].astext()), internal=True, refid=section["ids"][0])
 
 
 def _code(code: str) -> list[nodes.Node]:

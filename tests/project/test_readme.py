@@ -123,12 +123,14 @@ def test_the_figures_of_cuda_are_stored():
     ),
     ids=lambda page: page.stem,
 )
-def test_python_snippets_run(page, tmp_path, monkeypatch):
+def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
+    if page.parent.parent.name == "python":  # a page of the API
+        assert capsys.readouterr().out.splitlines() == printed(blocks(page, "python")[0])
     if page.name == "README.md":
         assert names["out"].shape == (1, 10, 512)
         assert [tuple(names[name].shape) for name in "qkv"] == [(1, 8, 10, 64), (1, 2, 10, 64), (1, 2, 10, 64)]
@@ -147,7 +149,40 @@ def test_pages_with_snippets_are_known():
         "sparse",
         "heads",
         "bits",
-    } == {page.stem for page in PAGES if blocks(page, "python")}
+        "index",
+        "onnx",
+    } == {page.stem for page in PAGES if blocks(page, "python") and page.parent.parent.name != "python"}
+
+
+@pytest.mark.parametrize("folder", ["modules", "caches", "ops"])
+def test_every_page_of_the_api_begins_with_an_example(folder):
+    """test_python_snippets_run runs them, and compares what they print with what they say."""
+    pages = sorted((ROOT / "docs/api/python" / folder).glob("*.md"))
+    table = (ROOT / f"docs/api/python/{folder}.md").read_text()
+    assert {page.stem for page in pages} <= set(re.findall(r"^~attnpack\.(\w+)$", table, flags=re.M))
+    for page in pages:
+        (example,) = blocks(page, "python")
+        assert f"attnpack.{page.stem}" in example and printed(example), page.stem
+        assert page.read_text().startswith(f"# {page.stem}\n\n```python\n")
+
+
+def printed(block):
+    """What the block says that it prints: the comments after its prints."""
+    return re.findall(r"^ *print\(.* # (.*)$", block, flags=re.M)
+
+
+def test_the_homes_figures_are_the_readmes():
+    """Those of the README are stored; the ratios to the other peers of a row are in the same stored run."""
+    shown = dict(re.findall(r"<b>([\d.]+)x</b><span>(.*?)</span>", (ROOT / "docs/index.md").read_text(), flags=re.S))
+    in_readme = set(re.findall(r"\| ([\d.]+) \|$", README, flags=re.M))
+    (line,) = re.findall(r"^decode batch 1 +bf16.*$", (ROOT / "benchmarks/results/model.txt").read_text(), flags=re.M)
+    assert len(shown) == 3
+    for figure, text in shown.items():
+        if "transformers" in text:
+            (llama,) = re.findall(r"([\d.]+)x as llama.cpp", " ".join(text.split()))
+            assert re.findall(r"([\d.]+)x", line)[::2] == [figure, llama]
+        else:
+            assert figure in in_readme
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/howto/cpp.md"])
@@ -186,7 +221,7 @@ def test_linked_files_and_scripts_exist(page):
     text = page.read_text(encoding="utf-8")
     paths = re.findall(r"\]\((?![a-z]+:)([^)#]+)(?:#[^)]*)?\)", text)
     scripts = re.findall(r"\b(?:bash|python) ((?:scripts|benchmarks)/\S+\.(?:sh|py))", text)
-    assert paths or scripts or page.parent.name in ("python", "cpp", "docs", "howto")
+    assert paths or scripts or "api" in page.parts or page.parent.name in ("docs", "howto")
     assert [path for path in paths if not (page.parent / path).exists()] == []
     assert [path for path in scripts if not (ROOT / path).exists()] == []
 

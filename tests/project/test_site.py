@@ -1,24 +1,31 @@
 """The documentation site: built without warnings, every public name and header on a page, no dead link inside."""
 
+import base64
+import html
 import importlib
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import threading
 import types
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlencode
 
 import attnpack
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 pytest.importorskip("myst_nb", reason="the extra `docs` is not installed")
-from extension import headers, mathml, plain_docstrings, readme_section  # noqa: E402
+from extension import course, headers, heads_pages, mathml, plain_docstrings, readme_section, search_words  # noqa: E402
 
 MODULES = ["backend", "convert", "checkpoints", "flash", "distributed", "hf", "onnx", "reference", "cpp"]
 MODULES += ["tools.plot.page", "tools.plot.attention", "tools.plot.schematic"]
@@ -58,7 +65,8 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    return {path.resolve(): Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
+    built = [path for path in site.rglob("*.html") if "_static" not in path.parts and path.parent.name != "heads"]
+    return {path.resolve(): Page(path) for path in built}
 
 
 def public_names():
@@ -83,10 +91,16 @@ def test_every_public_python_name_is_on_a_page(pages):
 
 
 def test_methods_and_arguments_of_modules_are_on_their_page(pages, site):
-    page = pages[(site / "docs/api/python/modules.html").resolve()]
-    assert {"attnpack.CausalLM.generate", "attnpack.GroupedQueryAttention.forward"} <= page.ids
-    assert "attnpack.CausalLM.register_forward_hook" not in page.ids  # nn.Module's are torch's to describe
-    assert "kv head read by each query head" in pages[(site / "docs/api/cpp/modules.html").resolve()].text
+    def page(name):
+        return pages[(site / f"docs/api/python/modules/{name}.html").resolve()]
+
+    assert "attnpack.CausalLM.generate" in page("CausalLM").ids
+    assert "attnpack.CausalLM.register_forward_hook" not in page("CausalLM").ids  # nn.Module's are torch's to describe
+    assert "attnpack.CausalLM.extra_repr" not in page("CausalLM").ids
+    text = page("GroupedQueryAttention").text
+    places = [text.index(f"{name}(") for name in ("forward", "project", "cpp")]
+    assert places == sorted(places), "forward stands first"
+    assert "kv head read by each query head" in pages[(site / "docs/api/cpp/modules_attention.html").resolve()].text
 
 
 def test_every_public_header_and_its_names_are_on_a_page(pages, site):
@@ -104,6 +118,7 @@ def test_public_headers_are_those_that_are_installed():
     (excluded,) = re.findall(r'REGEX "/(.*)\$" EXCLUDE', (ROOT / "cmake/Install.cmake").read_text())
     assert set(headers.NOT_PUBLIC) == set(re.findall(r"\w+", excluded)) - {"ops"}
     assert "attnpack/ops/attention.h" in headers.public_headers()
+    assert "attnpack/modules/attention/grouped_attention.h" not in headers.public_headers("modules/*")
     assert not [header for header in headers.public_headers() if re.search(rf"/{excluded}/", header)]
 
 
@@ -137,7 +152,11 @@ def test_the_site_needs_no_network(pages, site):
 
 def test_pages_show_whole_signatures(pages, site):
     """Not the overloads, which name their keywords together."""
-    wanted = {"ops": "dropout_p: float = 0.0", "modules": "kv_from: KVCache", "flash": "softcap: float = 0.0"}
+    wanted = {
+        "ops/attention": "dropout_p: float = 0.0",
+        "modules/GroupedQueryAttention": "kv_from: KVCache",
+        "flash": "softcap: float = 0.0",
+    }
     for page, text in wanted.items():
         shown = " ".join(pages[(site / f"docs/api/python/{page}.html").resolve()].text.split())
         assert text in shown and "**rules" not in shown and "**inputs" not in shown
@@ -188,6 +207,139 @@ def test_notebooks_show_their_stored_outputs(pages, site):
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         page = pages[(site / "notebooks" / notebook.name).with_suffix(".html").resolve()]
         assert any("_images/" in link for link in page.links) or notebook.stem == "errata", notebook.name
+
+
+def test_the_home_shows_the_course_with_pictures(pages, site):
+    home = pages[(site / "docs/index.html").resolve()]
+    shown = [link for link in home.links if link.startswith("course/")]
+    names = [notebook.name for notebook in course.notebooks()]
+    assert [Path(link).stem for link in shown] == names
+    assert set(names) == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for notebook in course.notebooks():
+        assert f"{notebook.number}. {notebook.title()}" in home.text
+
+
+def test_the_font_of_formulas_has_their_characters(pages, site):
+    """Its file is asked for by the style sheet, so a browser needs no font of its own."""
+    ttLib = pytest.importorskip("fontTools.ttLib")
+    (file,) = re.findall(r'url\("(fonts/[^"]*)"\)', (site / "_static/site.css").read_text())
+    font = ttLib.TTFont(site / "_static" / file)
+    known = set(font.getBestCmap())
+    assert "MATH" in font
+    invisible = set("\u2061\u2062\u2063\u2064\u200b\u2009\u2003\u2002\u205f\u00a0")
+    for path in pages:
+        for formula in re.findall(r"<math .*?</math>", path.read_text(), flags=re.S):
+            text = html.unescape(re.sub(r"<mtext>.*?</mtext>|<[^>]*>|\s", "", formula, flags=re.S))
+            missing = {c for c in text if ord(c) not in known and c not in invisible}
+            assert not missing, (
+                f"{path.name}: {missing} is not in the font: docs/static/fonts/LICENSE says how it was made"
+            )
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def found(site, tmp_path_factory):
+    """A function: the pages that the site's search lists for words, best first."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    serve = partial(QuietFiles, directory=site)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), serve)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    folder = tmp_path_factory.mktemp("chromium")
+
+    def search(words):
+        address = f"http://127.0.0.1:{server.server_port}/search.html?{urlencode({'q': words})}"
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
+        command += ["--virtual-time-budget=8000", "--dump-dom", address]
+        dom = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        return re.findall(r'<li class="kind-\w+"><a href="([^"#?]*)', dom)
+
+    yield search
+    server.shutdown()
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    "words, page",
+    [
+        ("kv cache", "notebooks/kv_cache"),
+        ("rope", "notebooks/positions"),
+        ("GQA", "notebooks/grouped_query_attention"),
+        ("grouped query attention", "notebooks/grouped_query_attention"),
+        ("attention", "notebooks/attention_from_scratch"),
+        ("MLA", "notebooks/latent_attention"),
+        ("GroupedQueryAttention", "docs/api/python/modules/GroupedQueryAttention"),
+        ("PagedCache", "docs/api/python/caches/PagedCache"),
+    ],
+)
+def test_the_search_finds_the_page_first(found, words, page):
+    assert found(words)[0] == f"{page}.html"
+
+
+def test_every_notebook_has_words_for_the_search():
+    assert set(search_words.WORDS) == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+
+
+LINK = re.compile(
+    r'<a\s+href="\.\./heads/(\w+)\.html(?:#layer=(\d+)&head=(\d+)&query=(\d+)&key=(\d+))?">(.*?)</a>', re.S
+)
+
+
+def weights_of(name, layer, head):
+    """[L, L]"""
+    data = json.loads((heads_pages.FOLDER / f"{name}.json").read_text())
+    packed = data["layers"][layer]["weights"]
+    integers = torch.frombuffer(bytearray(base64.b64decode(packed["base64"])), dtype=torch.int16)
+    length = len(data["tokens"])
+    return data["tokens"], (integers * packed["factor"]).view(-1, length, length)[head]
+
+
+def test_the_weights_that_the_howto_names_are_on_the_pages_of_heads(site):
+    text = (ROOT / "docs/howto/heads.md").read_text()
+    links = LINK.findall(text)
+    assert {name for name, *_ in links} == set(heads_pages.TEXTS) and len(links) >= 10
+    for name, *place, said in links:
+        assert (site / f"docs/heads/{name}.html").exists()
+        if not place[0]:
+            continue
+        layer, head, query, key = map(int, place)
+        tokens, weights = weights_of(name, layer, head)
+        if percent := re.search(r"(\d+)%", said):
+            assert abs(100 * weights[query, key] - int(percent[1])) <= 0.5, said
+            words = re.findall(r'"([^"]+)"', said)
+            assert {word.strip() for word in words} <= {tokens[query].strip(), tokens[key].strip()}, said
+    assert "Tokyo and Rome together 95%" in text
+    assert abs(weights_of("capitals", 17, 5)[1][13, [2, 6, 10]].sum() - 0.95) < 0.005
+    value = json.loads((heads_pages.FOLDER / "pronoun.json").read_text())["layers"][18]
+    v = torch.frombuffer(bytearray(base64.b64decode(value["v"]["base64"])), dtype=torch.int16).view(
+        3, -1, value["v_dim"]
+    )
+    norms = v[value["kv"][8]].float().norm(dim=-1)
+    assert norms[0] < 0.2 * norms[1:].mean(), "the strip of the sink's value is almost white"
+
+
+@pytest.mark.long
+def test_the_pages_of_heads_are_the_models():
+    """What is stored is what SmolLM2 computes today."""
+    for name, text in heads_pages.TEXTS.items():
+        fresh = heads_pages.compute(text)
+        stored = json.loads((heads_pages.FOLDER / f"{name}.json").read_text())
+        assert fresh["tokens"] == stored["tokens"], "python docs/extension/heads_pages.py"
+        for mine, theirs in zip(fresh["layers"], stored["layers"], strict=True):
+            a, b = (
+                torch.frombuffer(bytearray(base64.b64decode(each["weights"]["base64"])), dtype=torch.int16)
+                * each["weights"]["factor"]
+                for each in (mine, theirs)
+            )
+            torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
+        picked = [[each[name] for name in ("habit", "layer", "head")] for each in fresh["findings"]]
+        assert picked == [[each[name] for name in ("habit", "layer", "head")] for each in stored["findings"]]
 
 
 def test_every_example_in_cpp_is_shown():

@@ -1,0 +1,45 @@
+"""The pages of heads of the site: docs/heads has their numbers, and a build writes them with the template of today.
+
+`python docs/extension/heads_pages.py` computes the numbers again, from SmolLM2.
+"""
+
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "heads"
+MODEL = "SmolLM2-135M-Instruct"
+TEXTS = {
+    "pronoun": "The animal did not cross the street because it was too tired.",
+    "names": "Mr. Dursley left. Mrs. Potter saw Mr. Durs",
+    "capitals": "France: Paris\nJapan: Tokyo\nItaly: Rome\nSpain:",
+}
+BACK = '<body>\n<p class="note"><a href="../howto/heads.html">attnpack: look at heads</a></p>'
+
+
+def compute(text: str) -> dict:
+    """The numbers of a page: all layers of SmolLM2 on the text."""
+    import torch
+    from attnpack import checkpoints
+    from attnpack.tools.plot.page import page_data
+
+    path = checkpoints.smollm2_path()
+    model, tokenizer = checkpoints.load(path), checkpoints.load_tokenizer(path)
+    ids = tokenizer.encode(text)
+    with torch.no_grad():
+        return page_data(model, ids, [tokenizer.decode([token]) for token in ids])
+
+
+def write_pages(folder: Path) -> None:
+    """The finished pages, into `folder`."""
+    from attnpack.tools.plot.page import page_text
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TEXTS:
+        data = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        page = page_text(MODEL, data).replace("<body>", BACK)
+        (folder / f"{name}.html").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name, text in TEXTS.items():
+        (FOLDER / f"{name}.json").write_text(json.dumps(compute(text)) + "\n", encoding="utf-8")
