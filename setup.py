@@ -45,10 +45,14 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext):
         package = (ROOT / "python" if self.in_source else Path(self.build_lib).resolve()) / "attnpack"
         tree = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build")).resolve()
-        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+        jobs = os.environ.get("MAX_JOBS") or str(usable_cpus())
         self.configure(tree, wheel=not self.in_source)
         self.build(tree, jobs)
-        self.cmake("--install", tree, "--prefix", package if self.in_source else package / prefix_for_torch(tree))
+        if self.in_source:
+            self.cmake("--install", tree, "--prefix", package)
+        else:
+            self.cmake("--install", tree, "--prefix", package, "--component", "kernels")
+            self.cmake("--install", tree, "--prefix", package / prefix_for_torch(tree), "--component", "Unspecified")
 
     def configure(self, tree: Path, wheel: bool):
         ninja = shutil.which("ninja")
@@ -98,6 +102,10 @@ def planned_steps(tree: Path) -> list[str]:
     shutil.copy(tree / "build.ninja", tree / "plan.ninja")
     command = [ninja, "-C", tree, "-f", "plan.ninja", "-n"]
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.splitlines()
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_cmake() -> str:

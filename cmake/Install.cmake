@@ -5,7 +5,8 @@ set(config_dir share/cmake/attnpack)
 
 install(TARGETS attnpack EXPORT attnpackTargets LIBRARY DESTINATION lib)
 install(DIRECTORY csrc/attnpack DESTINATION include FILES_MATCHING PATTERN "*.h"
-        REGEX "/(core|threads|detail|ops/(cpu|cuda|meta|autograd|autocast|batched|lazy))$" EXCLUDE)
+        REGEX "/(core|kernels|threads|detail|ops/(cpu|cuda|meta|autograd|autocast|batched|lazy))$" EXCLUDE
+        PATTERN attnpack/kernels.h EXCLUDE)
 install(EXPORT attnpackTargets NAMESPACE attnpack:: DESTINATION ${config_dir})
 configure_package_config_file(cmake/attnpackConfig.cmake.in attnpackConfig.cmake INSTALL_DESTINATION ${config_dir}
                               NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
@@ -16,6 +17,12 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfig.cmake ${CMAKE_CURRENT_B
 set(ATTNPACK_PC_TORCH_DIR ${ATTNPACK_BUILT_TORCH})
 if(ATTNPACK_WHEEL)
   set(ATTNPACK_PC_TORCH_DIR "\${prefix}/${ATTNPACK_NEAR_TORCH}")
+endif()
+set(ATTNPACK_PC_KERNELS "-Wl,-rpath-link,\${prefix}/${ATTNPACK_NEAR_KERNELS}/lib")
+set(ATTNPACK_PC_TORCH "-Wl,--no-as-needed -ltorch -ltorch_cpu -lc10 -Wl,--allow-shlib-undefined")
+if(APPLE)
+  set(ATTNPACK_PC_KERNELS "")
+  set(ATTNPACK_PC_TORCH "-ltorch -ltorch_cpu -lc10")
 endif()
 configure_file(cmake/attnpack.pc.in attnpack.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpack.pc DESTINATION lib/pkgconfig)

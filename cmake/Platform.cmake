@@ -1,12 +1,29 @@
 # Checks that attnpack can build here. Each check stops with the same sentence and says what was found instead.
-set(ATTNPACK_NEEDS "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11")
+set(ATTNPACK_NEEDS "attnpack: Linux x86-64 (Linux and macOS on ARM compile), Python >= 3.11, torch >= 2.11")
 
-if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64|aarch64|arm64)$")
+if(NOT "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}" MATCHES
+   "^(Linux (x86_64|amd64|AMD64|aarch64|arm64)|Darwin (arm64|aarch64))$")
   message(FATAL_ERROR "${ATTNPACK_NEEDS}; this is ${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}.")
 endif()
 
-# attnpack_require_openmp(): ATen/Parallel.h includes omp.h, and without it silently runs serial.
+# The folder of a library in its own RUNPATH, and the option of OpenMP. Apple's clang knows it only behind -Xclang.
+set(ATTNPACK_ORIGIN "$ORIGIN")
+set(ATTNPACK_OPENMP -fopenmp)
+if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
+  set(ATTNPACK_ORIGIN "@loader_path")
+  set(ATTNPACK_OPENMP "SHELL:-Xclang -fopenmp")
+endif()
+
+# attnpack_require_openmp(): ATen/Parallel.h includes omp.h, and without it silently runs serial. torch's wheels for
+# macOS bring it beside their own headers.
 function(attnpack_require_openmp)
+  if(APPLE)
+    if(NOT EXISTS "${ATTNPACK_TORCH_DIR}/include/omp.h")
+      message(FATAL_ERROR "attnpack: ${ATTNPACK_TORCH_DIR}/include has no omp.h, which the library's threads need: use "
+                          "the torch of a wheel for macOS.")
+    endif()
+    return()
+  endif()
   include(CheckCXXSourceCompiles)
   set(CMAKE_REQUIRED_FLAGS -fopenmp)
   set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)

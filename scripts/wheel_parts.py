@@ -1,6 +1,7 @@
 """Joins wheels that were built for several releases of torch, and checks what came out. For scripts/wheel.sh.
 
     python scripts/wheel_parts.py join FOLDER WHEEL ...    one wheel in FOLDER with what all of them have
+    python scripts/wheel_parts.py archive FOLDER WHEEL     what C and C++ programs need of it, as a .tar.gz in FOLDER
     python scripts/wheel_parts.py check WHEEL TORCH ...    TORCH: the folders of the releases that it was built for
 
 `check` exits with 1 if a library looks for others outside of the wheel and torch, if it needs a symbol that its torch
@@ -10,6 +11,7 @@ lacks, if a file names a folder of this machine, or if a part is missing.
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -17,10 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OF_A_PREFIX = ("lib/libattnpack.so", "include/attnpack/attnpack.h", "share/cmake/attnpack/attnpackConfig.cmake",
                "share/attnpack/build.json", "lib/pkgconfig/attnpack.pc")  # fmt: skip
+SHARED = ("lib/libattnpack_kernels.so", "include/attnpack/kernels.h", "lib/pkgconfig/attnpack_kernels.pc",
+          "share/cmake/attnpack_kernels/attnpack_kernelsConfig.cmake")  # fmt: skip
 
 
 def join(folder: Path, wheels: list[Path]) -> None:
-    """The wheels differ in their torch-X.Y only. The joined one asks for one of these releases."""
+    """The wheels differ in their torch-X.Y only, which share the kernels. The joined one asks for one of these
+    releases."""
     with tempfile.TemporaryDirectory() as unpacked:
         for wheel in wheels:
             zipfile.ZipFile(wheel).extractall(unpacked)
@@ -53,17 +58,37 @@ def check(wheel: Path, torches: list[Path]) -> list[str]:
             content = file.read_bytes()
             found = next((folder for folder in (ROOT, *torches) if str(folder).encode() in content), None)
             wrong += [f"{file.relative_to(unpacked)} names {found}"] if found else []
+        wrong += [f"the package lacks {part}" for part in SHARED if not (package / part).is_file()]
+        kernels = [*package.glob("lib/*.so")]
         for torch in torches:
             prefix = package / f"torch-{minor_of(torch)}"
             wrong += [f"{prefix.name} lacks {part}" for part in OF_A_PREFIX if not (prefix / part).is_file()]
-            libraries = [*prefix.glob("lib/*.so"), *prefix.glob("_C.*.so")]
+            libraries = [*kernels, *prefix.glob("lib/*.so"), *prefix.glob("_C.*.so")]
             known = defined_symbols([*libraries, *(torch / "lib").glob("lib*.so")])
             for library in libraries:
                 wrong += [f"{library.relative_to(package)}: RUNPATH {entry}" for entry in outside(library)]
                 lacking = sorted(symbol for symbol in needed_symbols(library) if symbol not in known)
                 wrong += [f"{library.relative_to(package)}: no library of torch defines {name}" for name in lacking]
-                print(f"{library.relative_to(package)}: {library.stat().st_size / 1e6:.1f} MB")
-        return wrong
+        for library in sorted({*kernels, *package.glob("torch-*/**/*.so")}):
+            print(f"{library.relative_to(package)}: {library.stat().st_size / 1e6:.1f} MB")
+        return sorted(set(wrong))
+
+
+OF_CPP = re.compile(r"attnpack/(torch-[0-9.]+/)?(include|lib|share/cmake)/|.*\.dist-info/licenses/")
+
+
+def archive(folder: Path, wheel: Path) -> Path:
+    """The parts of the wheel in their places, so that libraries and CMake packages find each other."""
+    name, version, _, _, platform = wheel.stem.split("-")
+    written = folder / f"{name}-{version}-cpp-{platform}.tar.gz"
+    with zipfile.ZipFile(wheel) as parts, tempfile.TemporaryDirectory() as unpacked:
+        for part in filter(OF_CPP.match, parts.namelist()):
+            file = Path(unpacked) / re.sub(r".*\.dist-info/licenses/", "attnpack/", part)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(parts.read(part))
+        with tarfile.open(written, "w:gz") as archive:
+            archive.add(Path(unpacked) / "attnpack", "attnpack")
+    return written
 
 
 def minor_of(torch: Path) -> str:
@@ -94,6 +119,9 @@ def printed(*command) -> str:
 def main(command: str, first: str, *others: str) -> int:
     if command == "join":
         join(Path(first), list(map(Path, others)))
+        return 0
+    if command == "archive":
+        print(archive(Path(first), Path(others[0])))
         return 0
     wrong = check(Path(first), list(map(Path, others)))
     for line in wrong:

@@ -10,6 +10,7 @@
 #include <torch/csrc/PyInterpreter.h>
 
 #include <array>
+#include <atomic>
 #include <vector>
 
 namespace attnpack {
@@ -28,9 +29,16 @@ py::object attribute(const py::handle& object, const Name& name) {
   return py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name.object));
 }
 
-// Borrowed; null where the dict lacks it.
-py::handle item(const py::handle& dict, const Name& name) {
-  return PyDict_Check(dict.ptr()) ? PyDict_GetItemWithError(dict.ptr(), name.object) : nullptr;
+// Empty where the dict lacks it. It owns what it gives: without the GIL another thread may take it out of the dict.
+py::object item(const py::handle& dict, const Name& name) {
+  if (!PyDict_Check(dict.ptr())) return {};
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  PyDict_GetItemRef(dict.ptr(), name.object, &found);
+  return py::reinterpret_steal<py::object>(found);
+#else
+  return py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(dict.ptr(), name.object));
+#endif
 }
 
 // Whether the code of `function` stands in the file of the class `owner`. A patch has code of its own, whatever name
@@ -46,7 +54,7 @@ bool is_code_of(const py::handle& function, const py::handle& owner) {
 // torch's nn.Linear. Its forward may have been patched before attnpack was imported.
 struct TorchLinear {
   py::object type = py::module_::import("torch.nn").attr("Linear");
-  py::object forward;  // torch's own, once it has been seen
+  std::atomic<PyObject*> forward = nullptr;  // torch's own, once it has been seen: a reference that is never given up
   py::object has_global_hook = py::module_::import("torch.nn.modules.module").attr("_has_any_global_hook");
 };
 TorchLinear& torch_linear() {
@@ -65,7 +73,7 @@ py::object attributes_of(const py::handle& module) {
 bool is_watched_dict(const py::handle& attributes) {
   static const Name forward("forward");
   static const std::array hooks{Name(kHooks[0]), Name(kHooks[1]), Name(kHooks[2]), Name(kHooks[3])};
-  if (item(attributes, forward).ptr()) return true;
+  if (item(attributes, forward)) return true;
   for (const Name& name : hooks) {
     const auto held = item(attributes, name);
     if (held && PyObject_IsTrue(held.ptr()) != 0) return true;
@@ -98,9 +106,9 @@ bool is_unpatched() {
   static const Name name("forward");
   auto& linear = torch_linear();
   const auto forward = attribute(linear.type, name);
-  if (!forward.is(linear.forward)) {
+  if (forward.ptr() != linear.forward.load(std::memory_order_acquire)) {
     if (!is_code_of(forward, linear.type)) return false;
-    linear.forward = forward;
+    linear.forward.store(forward.inc_ref().ptr(), std::memory_order_release);
   }
   return !py::cast<bool>(py::bool_(linear.has_global_hook())) && !is_seen_by_mode();
 }
@@ -108,11 +116,11 @@ bool is_unpatched() {
 // Whether a call of layer runs only torch's linear: no other type, no forward of its own, no hooks.
 bool is_plain(const py::handle& layer) { return is_linear(layer) && !is_watched(layer) && is_unpatched(); }
 
-// Borrowed; null where the layer lacks it.
-py::handle parameter(const py::handle& attributes, const Name& name) {
+// Empty where the layer lacks it.
+py::object parameter(const py::handle& attributes, const Name& name) {
   static const Name parameters("_parameters");
   const auto held = item(attributes, parameters);
-  return held ? item(held, name) : nullptr;
+  return held ? item(held, name) : py::object();
 }
 
 const Name& weight_name() {

@@ -1,6 +1,7 @@
 #include <bindings/register.h>
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+// Without a GIL, importing this module does not bring it back: nothing here needs it.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.doc() = "The native side of attnpack.";
   attnpack::register_ops(m);
   auto checks = m.def_submodule("checks", "The judges of wrong calls.");

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 INCLUDE = Path(__file__).parents[2] / "csrc"
-NOT_PUBLIC = ("core", "threads", "detail", "cpu", "cuda", "meta", "autograd", "autocast", "batched", "lazy")
+NOT_PUBLIC = ("core", "kernels", "threads", "detail", "cpu", "cuda", "meta", "autograd", "autocast", "batched", "lazy")
 NAME = re.compile(
     r"\b(?:class|struct|enum class)\s+(\w+)|\busing\s+(\w+)\s*=|\bTORCH_MODULE\((\w+)\)"
     r"|(?<![\w:.])(?!if\b|for\b|sizeof\b|decltype\b|noexcept\b)(operator\W+|\w+)\(|(\w+)\s*(?:=|\{|;)"
 )
 
+
+# Lines around declarations that are not shown.
+OUTSIDE = ("namespace ", "}  // namespace", 'extern "C" {', "}  // extern")
 
 # A list of members, #define LIST(X) /* comment */ X(type, name, default, "..."), and what stands for it in a struct.
 LIST = re.compile(r"^#define (\w+)\(X\)((?:.*\\\n)+.*)", re.M)
@@ -58,7 +61,7 @@ def _declarations(text: str) -> list[str]:
     for line in text.splitlines():
         if hidden or re.match(r"namespace( detail)? \{", line):
             hidden += _opens(line)
-        elif line.startswith(("#", "namespace ", "}  // namespace")) or re.match(r"\}$", line):
+        elif line.startswith(("#", *OUTSIDE)) or re.match(r"\}$", line):
             kept += [line] if line == "}" else [""]
         else:
             kept.append(line)

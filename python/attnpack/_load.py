@@ -33,7 +33,10 @@ IN_WHEEL = sorted(folder.name.removeprefix("torch-") for folder in PACKAGE.glob(
 _RUNNING = _minor(torch.__version__) if torch else ""
 PREFIX = PACKAGE / f"torch-{_RUNNING}" if _RUNNING in IN_WHEEL else PACKAGE
 """The folder of the native code, its headers and its CMake package."""
-LIBRARY = PREFIX / "lib" / "libattnpack.so"
+_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+LIBRARY = PREFIX / "lib" / f"libattnpack.{_SUFFIX}"
+KERNELS_LIBRARY = PACKAGE / "lib" / f"libattnpack_kernels.{_SUFFIX}"
+"""The CPU kernels, which the folders of all releases share."""
 CUDA_LIBRARY = PREFIX / "lib" / "libattnpack_cuda.so"
 _AGAIN = "build it again: run `pip install .` in attnpack's source folder"
 
@@ -51,8 +54,15 @@ def build_record() -> dict[str, str]:
 
 def loaded_copies(name: str = LIBRARY.name) -> list[str]:
     """Paths of every file of that name mapped into this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split(maxsplit=5)[-1] for line in lines if line.endswith(f"/{name}")})
+    return sorted({path for path in _mapped_files() if path.endswith(f"/{name}")})
+
+
+def _mapped_files() -> list[str]:
+    if sys.platform == "darwin":
+        dyld = ctypes.CDLL(None)
+        dyld._dyld_get_image_name.restype = ctypes.c_char_p
+        return [os.fsdecode(dyld._dyld_get_image_name(i)) for i in range(dyld._dyld_image_count())]
+    return [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
 
 
 def load() -> ModuleType:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ._load import CUDA_LIBRARY, IN_WHEEL, LIBRARY, PREFIX, build_record, loaded_copies, why_no_cuda
+from ._load import CUDA_LIBRARY, IN_WHEEL, KERNELS_LIBRARY, LIBRARY, PREFIX, build_record, loaded_copies, why_no_cuda
 from .extras import TESTED, install_command
 
 # optional package: the extra that installs it
@@ -50,10 +50,9 @@ def collect_info(failure: str = "") -> dict[str, Any]:
         "replaced": [] if failure else _replaced(),
         "libraries": {
             "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
-            "libattnpack.so": _loaded(str(LIBRARY)) if _is_mapped(LIBRARY) else {"loaded": False, "why": failure},
-            "libattnpack_cuda.so": _loaded(str(CUDA_LIBRARY))
-            if _is_mapped(CUDA_LIBRARY)
-            else {"loaded": False, "why": why_no_cuda()},
+            LIBRARY.name: _loaded_or(LIBRARY, failure),
+            KERNELS_LIBRARY.name: _loaded_or(KERNELS_LIBRARY, failure),
+            CUDA_LIBRARY.name: _loaded_or(CUDA_LIBRARY, why_no_cuda()),
         },
         "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
         "tested": {name: list(releases) for name, releases in TESTED.items()},
@@ -90,6 +89,10 @@ def _cuda_devices() -> list[dict[str, Any]]:
 
 def _loaded(path: str) -> dict[str, Any]:
     return {"loaded": True, "path": path}
+
+
+def _loaded_or(library: Path, why: str) -> dict[str, Any]:
+    return _loaded(str(library)) if _is_mapped(library) else {"loaded": False, "why": why}
 
 
 def _is_mapped(library: Path) -> bool:

@@ -2,15 +2,15 @@
 that never chose a number of threads, fork, have one core for many threads, or end while helpers are awake."""
 
 import random
-import threading
 
 import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores
 from op_cases import compute_results, draw, make_inputs
 from processes import run_python
+from threads import in_threads
 
-THREADS, CALLS = 8, 200
+CALLS = 200
 MIXED = [
     dict(dtype=torch.float32, lengths=(1, 700), dims=(20, 12)),  # decode over two ranges
     dict(dtype=torch.bfloat16, heads="mqa", lengths=(4, 130), positions={"causal": True, "q_offset": "end"}),
@@ -32,26 +32,6 @@ def call(number: int) -> dict[str, torch.Tensor]:
         angle = draw(inputs.query.shape[2], inputs.query.shape[3] // 2)
         results["rope"] = apply_rope(inputs.query, angle.cos(), angle.sin())
     return results
-
-
-def in_threads(work) -> None:
-    """Runs work(thread number) in all threads, which start together; raises the error of the first that fails."""
-    ready, failures = threading.Barrier(THREADS), []
-
-    def one(number):
-        try:
-            ready.wait()
-            work(number)
-        except BaseException as error:
-            failures.append(error)
-
-    pool = [threading.Thread(target=one, args=(n,)) for n in range(THREADS)]
-    for thread in pool:
-        thread.start()
-    for thread in pool:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def test_mixed_shapes_change_no_bit():

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from attnpack._load import LIBRARY, PACKAGE, build_record
+from attnpack._load import KERNELS_LIBRARY, LIBRARY, PACKAGE, build_record
 from processes import ROOT, run_attnpack, run_program, run_python
 
 BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
@@ -100,6 +100,7 @@ def test_python_first_then_library():
 def test_a_second_copy_is_refused(tmp_path):
     copy = tmp_path / LIBRARY.name
     shutil.copy(LIBRARY, copy)
+    shutil.copy(KERNELS_LIBRARY, tmp_path)
     message = import_error(run_python(f"import torch; torch.ops.load_library({str(copy)!r}); import attnpack"))
     assert message.startswith(f"another copy of attnpack is loaded already, {copy}, ")
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def test_wheel_carries_both_languages(wheel, prefix):
     for file in ("include/attnpack/attnpack.h", "include/attnpack/ops/attention.h", "lib/libattnpack.so",
                  "share/cmake/attnpack/attnpackConfig.cmake"):  # fmt: skip
         assert (prefix / file).is_file(), file
+    for file in wheel_parts.SHARED:
+        assert (wheel / "attnpack" / file).is_file(), file
+        assert not (prefix / file).exists(), f"{file} is there twice"
     for file in ("py.typed", "cpp.pyi", "tools/data/smollm2_reference.json", "tools/cli.py"):
         assert (wheel / "attnpack" / file).is_file(), file
     assert list(prefix.glob("_C.*.so"))
@@ -143,6 +147,31 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
     assert lines[3][1] == str(torch.ops.attnpack.attention.default._schema)
 
 
+def test_a_wheel_becomes_an_archive_for_c_and_cpp(wheel, tmp_path):
+    """It holds no file of Python, and programs find both packages in it, away from torch."""
+    archive = wheel_parts.archive(tmp_path, next(wheel.parent.glob("*.whl")))
+    assert re.fullmatch(r"attnpack-[\d.]+-cpp-\w+\.tar\.gz", archive.name)
+    tarfile.open(archive).extractall(tmp_path, filter="data")
+    prefix = tmp_path / "attnpack"
+    assert (prefix / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert not [*prefix.rglob("*.py"), *prefix.rglob("_C*"), *prefix.rglob("*.json")]
+    assert (prefix / "lib" / _load.KERNELS_LIBRARY.name).is_file() and (
+        prefix / PREFIX / "lib/libattnpack.so"
+    ).is_file()
+    c = ROOT / "examples/c/decode"
+    for command in (
+        ("cmake", "-S", c, "-B", tmp_path / "c", f"-DCMAKE_PREFIX_PATH={prefix}"),
+        ("cmake", "--build", tmp_path / "c"),
+        (tmp_path / "c/decode",),
+        ("cmake", "-S", EXAMPLE, "-B", tmp_path / "cpp", f"-DCMAKE_PREFIX_PATH={prefix / PREFIX}",
+         f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"),
+        ("cmake", "--build", tmp_path / "cpp"),
+        (tmp_path / "cpp/hello_attention",),
+    ):  # fmt: skip
+        process = run_program(*command)
+        assert process.returncode == 0, process.text
+
+
 @needs("pkg-config")
 @pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=[needs("clang++"), pytest.mark.long])])
 def test_pkg_config_gives_the_flags_of_a_program(wheel, prefix, tmp_path, compiler):
@@ -178,6 +207,7 @@ def test_pkg_config_gives_the_flags_of_a_program(wheel, prefix, tmp_path, compil
 def test_a_second_copy_of_the_library_says_so(tmp_path):
     """It ends the process, because an initialiser of a library cannot fail otherwise: dlopen lets no exception out."""
     second = shutil.copy(ROOT / "python/attnpack/lib/libattnpack.so", tmp_path / "libsecond.so")
+    shutil.copy(_load.KERNELS_LIBRARY, tmp_path)
     ran = run_python(f"import attnpack, torch; torch.ops.load_library({str(second)!r}); print('loaded')")
     assert ran.returncode != 0 and "loaded" not in ran.stdout
     sentence = (
@@ -231,6 +261,7 @@ def test_info_says_what_is_loaded_and_why_not():
     assert collected["instruction_set"]["chosen"] in collected["instruction_set"]["built"]
     assert collected["threads"] == torch.get_num_threads()
     assert collected["libraries"]["libattnpack.so"]["loaded"]
+    assert collected["libraries"]["libattnpack_kernels.so"]["path"] == str(_load.KERNELS_LIBRARY)
     cuda = collected["libraries"]["libattnpack_cuda.so"]
     assert cuda["loaded"] is _load.load_cuda()
     assert cuda["loaded"] or cuda["why"] == _load.why_no_cuda()

@@ -10,9 +10,9 @@ from processes import ROOT, run_program
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 CPP = [
     file
-    for folder in ("csrc", "tests/cpp", "examples/cpp")
+    for folder in ("csrc", "tests/cpp", "examples/cpp", "examples/c")
     for file in (ROOT / folder).rglob("*")
-    if file.suffix in (".h", ".cpp", ".cu", ".cuh")
+    if file.suffix in (".h", ".c", ".cpp", ".cu", ".cuh")
 ]
 
 

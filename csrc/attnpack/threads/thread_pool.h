@@ -12,7 +12,8 @@ namespace attnpack {
 // Calls task(context) on this thread, and on up to `helpers` others as they come. Returns when no call is running. The
 // task hands out its work itself, so that each call takes what no other has taken. The first exception of a call is
 // thrown here. Inside of a task this is a plain call, and so it is while too many loops run at the same time.
-void run_with_helpers(int64_t helpers, void (*task)(void*), void* context);
+// libattnpack_kernels.so has these threads for both libraries.
+[[gnu::visibility("default")]] void run_with_helpers(int64_t helpers, void (*task)(void*), void* context);
 
 template <class Task>
 void run_with_helpers(int64_t helpers, const Task& task) {

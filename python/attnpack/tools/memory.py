@@ -27,5 +27,6 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
 
 
 def available_bytes() -> int:
-    """Bytes of memory that no process uses."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that no process uses; all of the memory where the system does not tell."""
+    free = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(free) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <attnpack/ops/cpu/isa/kernels.h>
+#include <attnpack/kernels/table.h>
 #include <attnpack/ops/cpu/isa_present.h>
 
 // All instruction sets that are built, whether this CPU has them, and which one it uses. No headers of torch.
@@ -61,13 +61,6 @@ struct Split<kPairs, kPlain> {
   static Result but_fp64(const Params& p, Rest... rest) {
     return dtype_of(p) != DType::kFloat64 ? kPairs(p, rest...) : kPlain(p, rest...);
   }
-};
-
-struct Isa {
-  const char* name;
-  bool present;
-  bool faster;  // than the instruction sets before it
-  Kernels kernels;
 };
 
 // From the plainest to the widest. The default is the last one that is present and faster.

@@ -53,7 +53,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.query_strides = kernel_strides(r.query);
   p.key_strides = kernel_strides(r.key);
   p.value_strides = kernel_strides(r.value);
-  p.scale = args.scale ? *args.scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
+  p.scale = args.scale ? *args.scale : default_scale(p.head_dim);
   p.softcap = usable_softcap(args.softcap, accumulation_type(query.scalar_type()));
   p.causal = args.causal;
   p.window_left = near_window(args.window[0]);

@@ -1,0 +1,12 @@
+# attnpack_take_old_glibc(target): in a wheel for x86-64, the target takes the functions of old_glibc.cpp.
+function(attnpack_take_old_glibc target)
+  if(NOT ATTNPACK_WHEEL OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|amd64|AMD64")
+    return()
+  endif()
+  if(NOT TARGET attnpack_old_glibc)
+    add_library(attnpack_old_glibc OBJECT ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/old_glibc.cpp)
+    target_compile_options(attnpack_old_glibc PRIVATE -ffunction-sections)
+  endif()
+  target_link_libraries(${target} PRIVATE $<TARGET_OBJECTS:attnpack_old_glibc>)
+  target_link_options(${target} PRIVATE LINKER:--wrap=exp2,--wrap=log,--wrap=pow,--wrap=fstat,--wrap=dladdr)
+endfunction()

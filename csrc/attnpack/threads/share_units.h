@@ -1,0 +1,53 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <attnpack/threads/scratch.h>
+
+// How threads share out the units of a loop. No headers of torch.
+namespace attnpack {
+
+// Below this many multiply-adds a call stays on its thread.
+constexpr double kSerialWork = 1 << 17;
+
+// How many threads a loop of `count` units takes, of the threads() that there are.
+template <class Threads>
+int64_t threads_of_loop(int64_t count, double work, const Threads& threads) {
+  const int64_t most = work < kSerialWork ? 1 : std::min(threads(), count);
+  return std::max<int64_t>(most, 1);
+}
+
+// Hands out units 0 .. count - 1, one at a time, to the threads; each thread has its own scratch. A unit's result does
+// not depend on the thread. Without `neighbours`, a thread takes the first unit that is left. With `neighbours`, one
+// thread should do neighbouring units one after the other: each thread begins with a share of its own, and then takes
+// the units that are left in other shares. run(threads, worker) calls worker() on as many threads at the same time, on
+// one if no others come.
+template <class Unit, class Run>
+void share_units(int64_t count, int64_t threads, size_t scratch_bytes, Unit&& unit, bool neighbours, Run&& run) {
+  constexpr int64_t kFew = 64;  // of so many shares the counters need no memory of their own
+  const int64_t shares = neighbours ? threads : 1;
+  int64_t few[kFew];
+  std::vector<int64_t> many(shares > kFew ? shares : 0);
+  int64_t* const next = shares > kFew ? many.data() : few;
+  for (int64_t i = 0; i < shares; ++i) next[i] = count * i / shares;
+  std::atomic<int64_t> come = 0;
+  const auto worker = [&] {
+    const ThreadScratch<0> scratch(scratch_bytes);
+    if (scratch_bytes >= sizeof(int64_t)) *static_cast<int64_t*>(scratch.data()) = 0;
+    const int64_t thread = come++;
+    for (int64_t t = thread; t < thread + shares; ++t) {
+      const int64_t share = t % shares, end = count * (share + 1) / shares;
+      for (int64_t i; (i = std::atomic_ref<int64_t>(next[share])++) < end;) unit(i, scratch.data());
+    }
+  };
+  if (threads == 1)
+    worker();
+  else
+    run(threads, worker);
+}
+
+}  // namespace attnpack

@@ -1,0 +1,51 @@
+"""Files of a release: workflows call scripts that are here, and the conda recipe asks for what pyproject.toml asks for.
+The archive for C++ is tested with the wheel, in test_packaging.py."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+from processes import ROOT, run_program
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def scripts_of(workflow) -> list[str]:
+    """The commands of its steps."""
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_steps_of_workflows_are_scripts_of_ours(workflow):
+    commands = scripts_of(workflow)
+    called = [name for command in commands for name in re.findall(r"bash (scripts/\w+\.sh|\.ci/run)", command)]
+    assert called
+    for name in called:
+        checked = run_program("bash", "-n", ROOT / name)
+        assert checked.returncode == 0, checked.text
+    known = re.compile(
+        r"bash (scripts/|\.ci/run)|.* bash scripts/|sudo apt-get install|echo .*GITHUB_PATH|bash -c 'source"
+    )
+    assert [text for text in commands if not known.match(text)] == []
+
+
+def test_releases_of_torch_in_the_workflows_are_tested_ones():
+    from attnpack.extras import TESTED
+
+    text = (ROOT / ".github/workflows/wheels.yml").read_text()
+    assert set(re.findall(r"\b2\.\d+\.\d+\b", text)) <= set(TESTED["torch"])
+
+
+def test_the_conda_recipe_asks_for_what_the_project_asks_for():
+    recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
+    needs = recipe["requirements"]
+    (torch,) = PROJECT["dependencies"]
+    assert torch.replace("torch", "pytorch ") in needs["host"] and "pytorch" in needs["run"]
+    assert f"python {PROJECT['requires-python']}" in needs["run"]
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert {name.split(">=")[0].replace("-", "_") for name in build} <= {each.split()[0] for each in needs["host"]}
+    assert recipe["about"]["license"] == PROJECT["license"] and recipe["about"]["summary"] == PROJECT["description"]
+    assert (ROOT / recipe["about"]["license_file"]).is_file()
+    assert "ATTNPACK_VERSION" in recipe["package"]["version"]
