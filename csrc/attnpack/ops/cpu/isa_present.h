@@ -29,9 +29,9 @@ inline bool has_fast_pairs() { return !__builtin_cpu_is("intel"); }
 // Whether the system names a feature of the CPU: by a bit of HWCAP or HWCAP2 (Linux, Documentation/arch/arm64/
 // elf_hwcaps.rst), or by a name (macOS, hw.optional.arm).
 #if defined(__linux__)
-inline bool has_dot_products() { return getauxval(AT_HWCAP) >> 20 & 1; }  // HWCAP_ASIMDDP
+inline bool has_dot_products() { return getauxval(AT_HWCAP) >> 20 & 1; }    // HWCAP_ASIMDDP
 inline bool has_byte_matrices() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
-inline bool has_bf16() { return getauxval(AT_HWCAP2) >> 14 & 1; }  // HWCAP2_BF16
+inline bool has_bf16() { return getauxval(AT_HWCAP2) >> 14 & 1; }           // HWCAP2_BF16
 #elif defined(__APPLE__)
 inline bool has_feature(const char* name) {
   int found = 0;

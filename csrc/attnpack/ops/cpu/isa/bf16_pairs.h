@@ -5,9 +5,9 @@
 // The matrix product on pairs of bf16: two terms per step, summed in fp32. It follows VDPBF16PS (Intel SDM). The second
 // product of a pair is added before the first; each product is exact, and each addition rounds to nearest even.
 // Subnormal operands count as 0, and a sum that becomes subnormal is 0. So results differ from those of widened numbers
-// by less than 2^-126 per term, and an operand below 2^-126 is lost. Both lie far below every tolerance. BFDOT adds both
-// products before the sum, and rounds both additions to odd (Arm Architecture Reference Manual, BFDotAdd): the last bit
-// of a sum may differ.
+// by less than 2^-126 per term, and an operand below 2^-126 is lost. Both lie far below every tolerance. BFDOT adds
+// both products before the sum, and rounds both additions to odd (Arm Architecture Reference Manual, BFDotAdd): the
+// last bit of a sum may differ.
 namespace attnpack::ATTNPACK_ISA {
 
 using Pair = uint32_t;  // first number in the lower half, as two neighbours lie in memory
