@@ -1,5 +1,5 @@
 # Checks that attnpack can build here. Each check stops with the same sentence and says what was found instead.
-set(ATTNPACK_NEEDS "attnpack: Linux x86-64 (Linux and macOS on ARM compile), Python >= 3.11, torch >= 2.11")
+set(ATTNPACK_NEEDS "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11")
 
 if(NOT "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}" MATCHES
    "^(Linux (x86_64|amd64|AMD64|aarch64|arm64)|Darwin (arm64|aarch64))$")

@@ -1,9 +1,12 @@
-// For wheels: names of glibc as releases from 2.28 on have them, so that the libraries load wherever torch's wheels do
-// (manylinux_2_28). The linker of a newer glibc would take newer versions of these functions. The old ones compute the
-// same; they set errno and call matherr's successor, which nobody here reads. CMakeLists.txt wraps the names.
+// For wheels: names of glibc and libstdc++ as their releases of 2018 have them, so that the libraries load wherever
+// torch's wheels do (manylinux_2_28). The linker of a newer glibc would take newer versions of these functions. The old
+// ones compute the same; they set errno and call matherr's successor, which nobody here reads. OldGlibc.cmake wraps the
+// names.
 #include <sys/stat.h>
 
 #include <dlfcn.h>
+
+#include <new>
 
 // libstdc++ asks whether threads run, to save an atomic operation; glibc has the variable from 2.32 on. 0: they may.
 extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded = 0;
@@ -28,4 +31,23 @@ ATTNPACK_HIDDEN double __wrap_log(double x) { return old_log(x); }
 ATTNPACK_HIDDEN double __wrap_pow(double x, double y) { return old_pow(x, y); }
 ATTNPACK_HIDDEN int __wrap_dladdr(const void* address, Dl_info* info) { return old_dladdr(address, info); }
 ATTNPACK_HIDDEN int __wrap_fstat(int descriptor, struct stat* status) { return old_fxstat(1, descriptor, status); }
+
+// What headers of GCC 11 and later call. libattnpack finds them in torch's libraries, libattnpack_kernels has no torch.
+[[noreturn]] ATTNPACK_HIDDEN void throw_bad_length() __asm__("_ZSt28__throw_bad_array_new_lengthv");
+void throw_bad_length() { throw std::bad_array_new_length(); }
+
+// std::exception_ptr is a pointer to the exception. Its copy and its end were functions of the library before the parts
+// of them were.
+void copy_exception(void** to, void* const* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
+void end_exception(void** pointer) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
+ATTNPACK_HIDDEN void add_reference(void** pointer) __asm__("_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv");
+ATTNPACK_HIDDEN void release(void** pointer) __asm__("_ZNSt15__exception_ptr13exception_ptr10_M_releaseEv");
+void add_reference(void** pointer) {
+  void* one_more;  // which nobody gives up
+  copy_exception(&one_more, pointer);
+}
+void release(void** pointer) {
+  end_exception(pointer);
+  *pointer = nullptr;
+}
 }

@@ -13,7 +13,7 @@ import setuptools
 from attnpack._load import build_record
 from processes import ROOT, TORCH_DIR, fake_torch, needs, run_program, without_python
 
-NEEDS = "attnpack: Linux x86-64 (Linux and macOS on ARM compile), Python >= 3.11, torch >= 2.11"
+NEEDS = "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11"
 
 
 def configure(build: Path, *arguments: str, **options):
