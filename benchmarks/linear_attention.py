@@ -17,14 +17,17 @@ from packed import DTYPES, measure
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 
-def draw(batch: int, heads: int, length: int, width: int, dtype: torch.dtype, per_channel: bool) -> dict:
+def draw(
+    batch: int, heads: int, length: int, width: int, dtype: torch.dtype, per_channel: bool, key_heads: int | None = None
+) -> dict:
     """Tensors of a layer: keys of length 1, and decays near 1. [B, L, H, ...] underneath, as projections give them."""
 
-    def heads_outside(*shape: int) -> torch.Tensor:
-        return torch.randn(batch, length, heads, *shape).to(dtype).transpose(1, 2)
+    def heads_outside(*shape: int, count: int = heads) -> torch.Tensor:
+        return torch.randn(batch, length, count, *shape).to(dtype).transpose(1, 2)
 
+    query, key = (heads_outside(width, count=key_heads or heads) for _ in range(2))
     return {
-        "query": heads_outside(width), "key": torch.nn.functional.normalize(heads_outside(width), dim=-1),
+        "query": query, "key": torch.nn.functional.normalize(key, dim=-1),
         "value": heads_outside(width), "beta": heads_outside().sigmoid(),
         "log_decay": -0.1 * heads_outside(*[width] * per_channel).float().abs(),
     }  # fmt: skip
@@ -36,7 +39,8 @@ def ours(x: dict, state: torch.Tensor | None = None) -> tuple:
 
 
 def theirs(function, x: dict, state: torch.Tensor | None = None) -> tuple:
-    rows = {name: t.transpose(1, 2) for name, t in x.items()}
+    heads = x["value"].size(1)
+    rows = {name: t.repeat_interleave(heads // t.size(1), 1).transpose(1, 2) for name, t in x.items()}
     return function(rows["query"], rows["key"], rows["value"], rows["log_decay"], rows["beta"], initial_state=state,
                     output_final_state=True)  # fmt: skip
 
@@ -53,10 +57,11 @@ def peak() -> float:
 
 def time_sequences(args: argparse.Namespace) -> None:
     work = args.batch * args.heads * args.length * (6 * args.width**2 + 256 * args.width)
-    print(f"{args.length:,} tokens, {args.heads} heads of {args.width}, {torch.get_num_threads()} threads")
+    of_keys = f", {args.key_heads} of keys" if args.key_heads else ""
+    print(f"{args.length:,} tokens, {args.heads} heads of {args.width}{of_keys}, {torch.get_num_threads()} threads")
     for name, dtype in DTYPES.items():
-        x = draw(args.batch, args.heads, args.length, args.width, dtype, per_channel=False)
-        channels = draw(args.batch, args.heads, args.length, args.width, dtype, per_channel=True)
+        x, channels = (draw(args.batch, args.heads, args.length, args.width, dtype, per_channel=each,
+                            key_heads=args.key_heads) for each in (False, True))  # fmt: skip
         chunked = lambda t: theirs(torch_chunk_gated_delta_rule, t)  # noqa: E731
         calls = {
             "prefill": lambda: ours(x),  # noqa: B023
@@ -98,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--key-heads", type=int, help="heads of queries and keys; default: as many as --heads")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=64, help="of the larger decode step")

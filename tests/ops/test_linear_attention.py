@@ -98,6 +98,22 @@ def test_heads_and_dims(heads, dims):
         compare(make(decay=decay, heads=heads, dims=dims, length=37))
 
 
+@pytest.mark.parametrize("decay", ["none", "strong per head", "per channel"])
+def test_value_heads_that_share_a_key_head_have_the_bits_of_their_own(decay):
+    """One unit of work computes several of them, as many as leave each thread enough units."""
+    x = make(decay=decay, heads=(2, 24), length=70)
+    x["value"][0, 3, 5] = NAN  # its head goes on token by token
+    apart = {name: t.repeat_interleave(12, 1) if name in ("query", "key") else t for name, t in x.items()}
+    with threads(1):
+        together, single = call(linear_attention, x), call(linear_attention, apart)
+    for found, wanted in zip(together, single, strict=True):
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert together[0][0, 4].isfinite().all() and together[0][0, 3, :5].isfinite().all()
+    x["value"] = x["value"].nan_to_num(0.5)
+    with threads(1):
+        compare(x)
+
+
 def test_a_model_sized_call():
     for dtype, decay in ((torch.float32, "per head"), (torch.bfloat16, "per channel")):
         compare(make(dtype, decay, length=200, heads=(1, 2), dims=(128, 128), batch=1))

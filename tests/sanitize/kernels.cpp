@@ -474,6 +474,7 @@ void recurrent(const char* isa, const Kernels& kernels, int64_t n) {
   p.sequences = pick(1, 2), p.num_key_heads = pick(1, 2), p.num_heads = group * p.num_key_heads;
   p.length = kSizes[pick(0, 9)], p.head_dim = kSizes[pick(0, 7)], p.v_head_dim = kSizes[pick(0, 7)];
   p.dtype = static_cast<DType>(pick(0, 3)), p.scale = 0.5, p.per_channel = n % 3 == 0;
+  p.shared_heads = n % 2 ? group : 1;
   const DType wide = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const size_t w = width(p.dtype), aw = width(wide);
   const int64_t rows = p.sequences * p.num_heads * p.length, key_rows = rows / group, dim = p.head_dim;
@@ -497,9 +498,10 @@ void recurrent(const char* isa, const Kernels& kernels, int64_t n) {
   p.initial_state = first.data();
   Guarded scratch((kernels.linear_attention_scratch(p) + 63) / 64 * 64);
   for (int64_t b = 0; b < p.sequences; ++b)
-    for (int64_t h = 0; h < p.num_heads; ++h) kernels.linear_attention(p, b, h, scratch.data());
+    for (int64_t h = 0; h < p.num_heads; h += p.shared_heads) kernels.linear_attention(p, b, h, scratch.data());
 
-  Guarded dq(key_rows * dim * aw), dk(key_rows * dim * aw), dv(values * aw), dg(decays * aw), db(rows * aw);
+  const size_t kw = group == 1 ? w : aw;  // sums over value heads are wide
+  Guarded dq(key_rows * dim * kw), dk(key_rows * dim * kw), dv(values * w), dg(decays * aw), db(rows * aw);
   Guarded ds(states * aw);
   bp.grad_out = grad_out.data(), bp.grad_state = grad_state.data(), bp.grad_query = dq.data();
   bp.grad_key = dk.data(), bp.grad_value = dv.data(), bp.grad_initial_state = ds.data();
@@ -516,7 +518,7 @@ void recurrent(const char* isa, const Kernels& kernels, int64_t n) {
   };
   add(out.data(), p.dtype, grad_out.data(), p.dtype, values, 1);
   add(state.data(), wide, grad_state.data(), wide, states, 1);
-  add(v.data(), p.dtype, dv.data(), wide, values, -1);
+  add(v.data(), p.dtype, dv.data(), p.dtype, values, -1);
   add(first.data(), wide, ds.data(), wide, states, -1);
   expect(std::fabs(difference) <= (w == 2 ? 1e-2 : 1e-4) * size, isa, "linear attention", n);
 }

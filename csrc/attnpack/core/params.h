@@ -128,7 +128,8 @@ struct RmsNormParams {
 // Linear attention over sequences with a state each. Tensors of the accumulation type: log_decay, beta, the states.
 struct LinearAttentionParams {
   int64_t sequences, num_heads, num_key_heads, length, head_dim, v_head_dim;
-  DType dtype;  // of query, key, value and out
+  int64_t shared_heads;  // value heads of a unit of work, which share a key head
+  DType dtype;           // of query, key, value and out
   double scale;
 
   const void* query;  // [batch, num_key_heads, length, head_dim]
@@ -153,8 +154,8 @@ struct LinearAttentionParams {
   int32_t* positive_decays;  // becomes 1 where a log decay is above 0
 };
 
-// All gradients are of the accumulation type and contiguous. Those of query and key are the sums over a key head's
-// value heads.
+// All gradients are contiguous. Those of query and key are the sums over a key head's value heads; with one such head
+// they are of dtype, as that of value. The others are of the accumulation type.
 struct LinearAttentionBackwardParams {
   LinearAttentionParams forward;  // out and state are not read
   const void* grad_out;           // as out

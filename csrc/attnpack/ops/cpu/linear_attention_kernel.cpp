@@ -26,6 +26,7 @@ struct PreparedRecurrence {
       : query(unit_last_stride(q)), key(unit_last_stride(k)), value(unit_last_stride(v)) {
     const auto wide = accumulation_type(q);
     LinearAttentionParams& p = params;
+    p.shared_heads = 1;
     p.num_heads = v.size(1);
     p.num_key_heads = q.size(1);
     p.length = q.size(2);
@@ -62,6 +63,15 @@ struct PreparedRecurrence {
   }
 };
 
+// How many value heads of a key head one unit computes: a divisor of their number, so that threads have enough units.
+int64_t shared_heads(const LinearAttentionParams& p) {
+  constexpr int64_t kMost = 8, kUnitsPerThread = 4;
+  const int64_t group = p.num_heads / p.num_key_heads, units = kUnitsPerThread * loop_threads();
+  int64_t shared = std::clamp<int64_t>(p.sequences * p.num_heads / units, 1, std::min(kMost, group));
+  while (group % shared != 0) --shared;
+  return shared;
+}
+
 // Raises for the largest log decay of a valid token.
 [[noreturn]] void refuse_positive(const PreparedRecurrence& call) {
   double most = 0;
@@ -89,11 +99,12 @@ LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& ke
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.state = state.mutable_data_ptr();
+  p.shared_heads = shared_heads(p);
   const Kernels& kernels = kernels_in_use();
-  for_each_unit(p.sequences * p.num_heads, call.work, kernels.linear_attention_scratch(p),
-                [&](int64_t unit, void* scratch) {
-                  kernels.linear_attention(p, unit / p.num_heads, unit % p.num_heads, scratch);
-                });
+  const int64_t units = p.num_heads / p.shared_heads;  // of a sequence
+  for_each_unit(p.sequences * units, call.work, kernels.linear_attention_scratch(p), [&](int64_t unit, void* scratch) {
+    kernels.linear_attention(p, unit / units, unit % units * p.shared_heads, scratch);
+  });
   if (call.positive_decays) refuse_positive(call);
   return {out, state};
 }
@@ -106,11 +117,13 @@ LinearAttentionGradients linear_attention_backward_cpu(const Tensor& grad_out, c
   const LinearAttentionParams& p = call.params;
   const auto wide = query.options().dtype(accumulation_type(query));
   const bool zeros = call.lengths.has_padding() || p.head_dim == 0 || p.v_head_dim == 0;
-  const auto gradient = [&](const std::optional<Tensor>& x) {
-    return !x ? Tensor() : zeros ? at::zeros(x->sizes(), wide) : at::empty(x->sizes(), wide);
+  const auto of_type = [&](const std::optional<Tensor>& x, const at::TensorOptions& options) {
+    return !x ? Tensor() : zeros ? at::zeros(x->sizes(), options) : at::empty(x->sizes(), options);
   };
-  const Tensor q = gradient(query), k = gradient(key), v = gradient(value), g = gradient(args.log_decay),
-               b = gradient(args.beta), s = gradient(args.initial_state);
+  const auto gradient = [&](const std::optional<Tensor>& x) { return of_type(x, wide); };
+  const auto of_keys = p.num_heads == p.num_key_heads ? query.options() : wide;  // else sums over value heads
+  const Tensor q = of_type(query, of_keys), k = of_type(key, of_keys), v = of_type(value, query.options()),
+               g = gradient(args.log_decay), b = gradient(args.beta), s = gradient(args.initial_state);
   if (p.head_dim > 0 && p.v_head_dim > 0) {
     const Tensor upstream = unit_last_stride(grad_out.to(query.scalar_type()));
     const Tensor last = grad_state ? grad_state->to(wide.dtype()).contiguous() : Tensor();

@@ -46,7 +46,7 @@ struct Kernels {
 
   // A value head of a sequence of linear attention, and the gradients of the value heads of a key head.
   size_t (*linear_attention_scratch)(const LinearAttentionParams&);
-  void (*linear_attention)(const LinearAttentionParams&, int64_t sequence, int64_t head, void* scratch);
+  void (*linear_attention)(const LinearAttentionParams&, int64_t sequence, int64_t first_head, void* scratch);
   size_t (*linear_attention_backward_scratch)(const LinearAttentionBackwardParams&);
   void (*linear_attention_backward)(const LinearAttentionBackwardParams&, int64_t sequence, int64_t key_head,
                                     void* scratch);

@@ -1,6 +1,7 @@
 #include <attnpack/ops/cpu/isa/linear_chunk.h>
 
-// Linear attention, forward: a head of a sequence in chunks (linear_chunk.h), or token by token where there are few.
+// Linear attention, forward: value heads of one key head of a sequence in chunks (linear_chunk.h), which share what no
+// decay changes; or token by token where there are few.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
@@ -10,48 +11,67 @@ constexpr int64_t kSteps = 2;
 template <class A>
 struct ForwardScratch {
   Chunk<A> chunk;
-  A *state, *deltas, *out, *value;  // [head_dim, value_ld], [kChunk, value_ld]
-  A* row;                           // of a step: its products with the state, and d
+  A* states;                // of each head, [head_dim, value_ld]
+  A *deltas, *out, *value;  // [kChunk, value_ld]
 
   ForwardScratch(const LinearAttentionParams& p, Arena& arena) : chunk(p, arena) {
-    state = arena.take<A>(p.head_dim * chunk.value_ld);
+    states = arena.take<A>(p.shared_heads * p.head_dim * chunk.value_ld);
     deltas = arena.take<A>(kChunk * chunk.value_ld);
     out = arena.take<A>(kChunk * chunk.value_ld);
     value = arena.take<A>(kChunk * chunk.value_ld);
-    row = arena.take<A>(2 * chunk.value_ld);
   }
 };
 
 template <class A>
-class LinearHead {
+class LinearHeads {
  public:
-  LinearHead(const LinearAttentionParams& p, const LinearSequence& of, void* scratch)
-      : p_(p), of_(of), arena_(scratch), w_(p, arena_), c_(w_.chunk), ld_(c_.value_ld) {}
+  LinearHeads(const LinearAttentionParams& p, int64_t sequence, int64_t first_head, void* scratch)
+      : p_(p),
+        first_head_(first_head),
+        of_(p, sequence, first_head),
+        arena_(scratch),
+        w_(p, arena_),
+        c_(w_.chunk),
+        ld_(c_.value_ld) {}
 
   void compute() {
-    if (of_.count <= kSteps) {
-      A* const to = static_cast<A*>(p_.state) + of_.state(p_);
-      const A* const from = p_.initial_state ? static_cast<const A*>(p_.initial_state) + of_.state(p_) : nullptr;
-      if (of_.count == 0) return copy_state(from, to);
-      c_.load_tokens(of_, 0, of_.count);
-      load_values(0);
-      for (int64_t t = 0; t < of_.count; ++t) step(t, t == 0 ? from : to, p_.v_head_dim, to, p_.v_head_dim);
-      return store_out(0);
-    }
-    load_state(p_, p_.initial_state, of_.state(p_), w_.state, ld_);
+    if (of_.count <= kSteps) return for_each_head([&](A*) { compute_steps(); });
+    for_each_head([&](A* state) { load_state(p_, p_.initial_state, of_.state(p_), state, ld_); });
     for (int64_t begin = 0; begin < of_.count; begin += kChunk) {
-      c_.load_tokens(of_, begin, smaller(kChunk, of_.count - begin));
-      load_values(begin);
-      if (c_.is_finite() && all_finite(w_.value, ld_, c_.count, ld_))
-        advance(begin);
-      else
-        for (int64_t t = 0; t < c_.count; ++t) step(t, w_.state, ld_, w_.state, ld_);
-      store_out(begin);
+      c_.load_keys(of_, begin, smaller(kChunk, of_.count - begin));
+      const bool finite = c_.has_finite_keys();
+      if (finite) c_.compute_products(true, p_.beta);
+      for_each_head([&](A* state) {
+        c_.load_head(of_, begin);
+        load_values(begin);
+        if (finite && c_.has_finite_head() && all_finite(w_.value, ld_, c_.count, ld_))
+          advance(begin, state);
+        else
+          for (int64_t t = 0; t < c_.count; ++t) step(t, state, ld_, state, ld_);
+        store_out(begin);
+      });
     }
-    store_state(p_, w_.state, ld_, p_.state, of_.state(p_));
+    for_each_head([&](A* state) { store_state(p_, state, ld_, p_.state, of_.state(p_)); });
   }
 
  private:
+  // f(state), with of_ at each head in turn.
+  template <class F>
+  void for_each_head(F&& f) {
+    for (int64_t i = 0; i < p_.shared_heads; ++i) {
+      of_.head = first_head_ + i;
+      f(w_.states + i * p_.head_dim * ld_);
+    }
+  }
+  void compute_steps() {
+    A* const to = static_cast<A*>(p_.state) + of_.state(p_);
+    const A* const from = p_.initial_state ? static_cast<const A*>(p_.initial_state) + of_.state(p_) : nullptr;
+    if (of_.count == 0) return copy_state(from, to);
+    c_.load_tokens(of_, 0, of_.count);
+    load_values(0);
+    for (int64_t t = 0; t < of_.count; ++t) step(t, t == 0 ? from : to, p_.v_head_dim, to, p_.v_head_dim);
+    store_out(0);
+  }
   void load_values(int64_t begin) {
     load_rows(p_.dtype, p_.value, p_.value_strides, of_.b, of_.head, of_.first + begin, c_.count, p_.v_head_dim,
               w_.value, ld_);
@@ -66,14 +86,14 @@ class LinearHead {
   }
 
   // A whole chunk, by matrix products.
-  void advance(int64_t begin) {
-    RowFetcher next = next_rows(p_, of_, begin);
+  void advance(int64_t begin, A* state) {
+    RowFetcher next = next_rows(p_, of_, begin, of_.head == first_head_ + p_.shared_heads - 1);
     c_.apply_decays();
-    c_.compute_scores(true, p_.beta);
+    c_.apply_decays_to_products(true, p_.beta);
     const int64_t count = c_.count, dim = p_.head_dim, width = p_.v_head_dim;
     const A* deltas = w_.value;
     if (p_.beta) {
-      multiply(count, width, dim, by_rows(c_.key_decayed, c_.key_ld), below(w_.state, ld_), w_.deltas, ld_, false);
+      multiply(count, width, dim, by_rows(c_.key_decayed, c_.key_ld), below(state, ld_), w_.deltas, ld_, false);
       for (int64_t t = 0; t < count; ++t)
         for_each_vector<A>(width, [&](int64_t v) {
           A* const delta = w_.deltas + t * ld_ + v;
@@ -82,80 +102,72 @@ class LinearHead {
       c_.solve(w_.deltas, nullptr);
       deltas = w_.deltas;
     }
-    multiply(count, width, dim, by_rows(c_.query_decayed, c_.key_ld), below(w_.state, ld_), w_.out, ld_, false,
-             {&next});
+    multiply(count, width, dim, by_rows(c_.query_decayed, c_.key_ld), below(state, ld_), w_.out, ld_, false, {&next});
     c_.for_each_block([&](int64_t first, int64_t end) {
       multiply(end - first, width, end, by_rows(c_.probs + first * c_.score_ld, c_.score_ld), below(deltas, ld_),
                w_.out + first * ld_, ld_, true);
     });
-    if (p_.log_decay) decay_state(c_.whole_decay, dim, width, w_.state, ld_);
-    multiply(dim, width, count, transposed(c_.key_left, c_.key_ld), below(deltas, ld_), w_.state, ld_, true, {&next});
+    if (p_.log_decay) decay_state(c_.whole_decay, dim, width, state, ld_);
+    multiply(dim, width, count, transposed(c_.key_left, c_.key_ld), below(deltas, ld_), state, ld_, true, {&next});
   }
 
-  // Token t of the chunk, by the recurrence. The state is read for its products with k, if there are any, and then once
-  // more, from a cache, to be written. from: null for zeros.
+  // Token t of the chunk, by the recurrence, for columns of the state whose sums stay in registers. from: null for
+  // zeros.
   void step(int64_t t, const A* from, int64_t from_ld, A* to, int64_t to_ld) {
-    const int64_t dim = p_.head_dim, width = p_.v_head_dim;
-    const A *q = c_.query + t * c_.key_ld, *k = c_.key + t * c_.key_ld, *value = w_.value + t * ld_;
-    A *by_key = w_.row, *delta = w_.row + ld_, *out = w_.out + t * ld_;
-    const auto decay = [&](int64_t c) {
-      return !p_.log_decay ? A(1) : p_.per_channel ? c_.decay[t * c_.key_ld + c] : c_.decay[t];
-    };
-    for (int64_t v = 0; v < width; ++v) by_key[v] = out[v] = 0;
-    if (from && p_.beta) {
-      const auto add = [&]<int Rows>(std::integral_constant<int, Rows>, int64_t c) {
-        A keys[Rows];
-        for (int i = 0; i < Rows; ++i) keys[i] = decay(c + i) * k[c + i];
-        add_products<Rows>(from + c * from_ld, from_ld, keys, by_key);
-      };
-      int64_t c = 0;
-      for (; c + 4 <= dim; c += 4) add(std::integral_constant<int, 4>(), c);
-      for (; c < dim; ++c) add(std::integral_constant<int, 1>(), c);
-    }
-    for (int64_t v = 0; v < width; ++v) delta[v] = p_.beta ? c_.beta[t] * (value[v] - by_key[v]) : value[v];
-    for (int64_t c = 0; c < dim; ++c)
-      advance_row(from ? from + c * from_ld : nullptr, decay(c), k[c], q[c], delta, to + c * to_ld, out);
-  }
-
-  // How far ahead a state is prefetched to be read, and to be written.
-  static constexpr int64_t kReadAhead = 6144 / sizeof(A), kWriteAhead = 1024 / sizeof(A);
-
-  // sum += factors^T rows, for rows whose sum is read and written once.
-  template <int Rows>
-  void add_products(const A* rows, int64_t ld, const A (&factors)[Rows], A* sum) const {
-    each_column(p_.v_head_dim, [&]<class V>(V, int64_t v) {
-      constexpr int64_t kLineNumbers = kLine / sizeof(A);
-      for (int64_t i = 0; Rows > 1 && i * sizeof(A) < Rows * sizeof(V); i += kLineNumbers)
-        fetch(rows + v * Rows + kReadAhead + i);
-      V x = load_bits<V>(sum + v);
-#pragma GCC unroll 4
-      for (int i = 0; i < Rows; ++i) x += factors[i] * load_bits<V>(rows + i * ld + v);
-      __builtin_memcpy(sum + v, &x, sizeof(V));
-    });
-  }
-
-  // A row of the state: kept * old + key * delta. out += query * row.
-  void advance_row(const A* old, A kept, A key, A query, const A* delta, A* to, A* out) const {
-    each_column(p_.v_head_dim, [&]<class V>(V, int64_t v) {
-      if (v * sizeof(A) % kLine == 0) __builtin_prefetch(to + v + kWriteAhead, 1);
-      V x = key * load_bits<V>(delta + v);
-      if (old) x += kept * load_bits<V>(old + v);
-      const V sum = load_bits<V>(out + v) + query * x;
-      __builtin_memcpy(to + v, &x, sizeof(V));
-      __builtin_memcpy(out + v, &sum, sizeof(V));
-    });
-  }
-
-  // f(V{}, v) for whole vectors, and then for single numbers: a row of a tensor has no padding.
-  template <class F>
-  static void each_column(int64_t width, F&& f) {
     int64_t v = 0;
-    for (; v + kLanes<A> <= width; v += kLanes<A>) f(Vec<A>{}, v);
-    for (; v < width; ++v) f(A{}, v);
+    const auto columns = [&]<class V, int Count>(V, std::integral_constant<int, Count>) {
+      constexpr int64_t kWidth = Count * sizeof(V) / sizeof(A);
+      for (; v + kWidth <= p_.v_head_dim; v += kWidth)
+        step_columns<V, Count>(t, v, from ? from + v : nullptr, from_ld, to + v, to_ld);
+    };
+    columns(Vec<A>{}, std::integral_constant<int, 8>());
+    columns(Vec<A>{}, std::integral_constant<int, 4>());
+    columns(Vec<A>{}, std::integral_constant<int, 1>());
+    columns(A{}, std::integral_constant<int, 1>());  // a row of a tensor has no padding
+  }
+
+  // How far ahead the rows that are written are prefetched. The processor prefetches those that are read.
+  static constexpr int64_t kWriteAhead = 1024 / sizeof(A);
+
+  // Count vectors of each row, from column v on. The state is read for its products with k, if there are any, and then
+  // once more, from a cache, to be written.
+  template <class V, int Count>
+  void step_columns(int64_t t, int64_t v, const A* from, int64_t from_ld, A* to, int64_t to_ld) {
+    constexpr int64_t kNumbers = sizeof(V) / sizeof(A), kLineNumbers = kLine / sizeof(A);
+    const A *q = c_.query + t * c_.key_ld, *k = c_.key + t * c_.key_ld, *value = w_.value + t * ld_ + v, one = 1;
+    const A* const decay = !p_.log_decay ? &one : c_.decay + (p_.per_channel ? t * c_.key_ld : t);
+    const int64_t decay_step = p_.log_decay && p_.per_channel;
+    V by_key[Count]{}, delta[Count], out[Count]{};
+    if (from && p_.beta)
+      for (int64_t c = 0; c < p_.head_dim; ++c) {
+        const A key = decay[c * decay_step] * k[c], *const row = from + c * from_ld;
+#pragma GCC unroll 8
+        for (int i = 0; i < Count; ++i) by_key[i] += key * load_bits<V>(row + i * kNumbers);
+      }
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) {
+      delta[i] = load_bits<V>(value + i * kNumbers);
+      if (p_.beta) delta[i] = c_.beta[t] * (delta[i] - by_key[i]);
+    }
+    for (int64_t c = 0; c < p_.head_dim; ++c) {
+      const A kept = decay[c * decay_step];
+      A* const row = to + c * to_ld;
+      for (int64_t i = 0; i < Count * kNumbers; i += kLineNumbers) __builtin_prefetch(row + kWriteAhead + i, 1);
+#pragma GCC unroll 8
+      for (int i = 0; i < Count; ++i) {
+        V x = k[c] * delta[i];
+        if (from) x += kept * load_bits<V>(from + c * from_ld + i * kNumbers);
+        out[i] += q[c] * x;
+        __builtin_memcpy(row + i * kNumbers, &x, sizeof(V));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) __builtin_memcpy(w_.out + t * ld_ + v + i * kNumbers, &out[i], sizeof(V));
   }
 
   const LinearAttentionParams& p_;
-  const LinearSequence of_;
+  const int64_t first_head_;
+  LinearSequence of_;
   Arena arena_;
   ForwardScratch<A> w_;
   Chunk<A>& c_;
@@ -170,9 +182,8 @@ size_t linear_attention_scratch(const LinearAttentionParams& p) {
   return arena.used();
 }
 
-void linear_attention(const LinearAttentionParams& p, int64_t sequence, int64_t head, void* scratch) {
-  with_accumulation(p.dtype,
-                    [&](auto a) { LinearHead<decltype(a)>(p, LinearSequence(p, sequence, head), scratch).compute(); });
+void linear_attention(const LinearAttentionParams& p, int64_t sequence, int64_t first_head, void* scratch) {
+  with_accumulation(p.dtype, [&](auto a) { LinearHeads<decltype(a)>(p, sequence, first_head, scratch).compute(); });
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -329,10 +329,13 @@ class LinearHeadGradients {
 
   void write_value_gradients(int64_t i) {
     const int64_t row = first_row(p_.num_heads, of_.head, i);
-    A* const value = static_cast<A*>(bp_.grad_value) + row * p_.v_head_dim;
-    for (int64_t t = 0; t < c_.count; ++t)
-      for (int64_t v = 0; v < p_.v_head_dim; ++v)
-        value[t * p_.v_head_dim + v] = p_.beta ? -w_.minus_grad_errors[t * ld_ + v] : w_.grad_deltas[t * ld_ + v];
+    const A* const from = p_.beta ? w_.minus_grad_errors : w_.grad_deltas;
+    const A sign = p_.beta ? A(-1) : A(1);
+    with_storage<A>(p_.dtype, [&](auto storage) {
+      auto* const value = static_cast<decltype(storage)*>(bp_.grad_value) + row * p_.v_head_dim;
+      for (int64_t t = 0; t < c_.count; ++t)
+        for (int64_t v = 0; v < p_.v_head_dim; ++v) store_one(value + t * p_.v_head_dim + v, sign * from[t * ld_ + v]);
+    });
     if (!bp_.grad_beta) return;
     for (int64_t t = 0; t < c_.count; ++t) {
       A sum = 0;
@@ -343,14 +346,18 @@ class LinearHeadGradients {
 
   void write_key_gradients(int64_t i) {
     const int64_t dim = p_.head_dim, row = first_row(p_.num_key_heads, of_.key_head, i);
-    const auto write = [&](const A* from, A factor, void* to) {
+    const auto write = [&]<class S>(S, const A* from, A factor, void* to) {
       for (int64_t t = 0; t < c_.count; ++t) {
-        A* const x = static_cast<A*>(to) + (row + t) * dim;
-        for (int64_t c = 0; c < dim; ++c) x[c] = (further_ ? x[c] : A(0)) + factor * from[t * key_ld_ + c];
+        S* const x = static_cast<S*>(to) + (row + t) * dim;
+        for (int64_t c = 0; c < dim; ++c)
+          store_one(x + c, (further_ ? load_one(x + c) : A(0)) + factor * from[t * key_ld_ + c]);
       }
     };
-    write(w_.grad_query, static_cast<A>(p_.scale), bp_.grad_query);
-    write(w_.grad_key, A(1), bp_.grad_key);
+    const auto write_both = [&](auto storage) {
+      write(storage, w_.grad_query, static_cast<A>(p_.scale), bp_.grad_query);
+      write(storage, w_.grad_key, A(1), bp_.grad_key);
+    };
+    p_.num_heads == p_.num_key_heads ? with_storage<A>(p_.dtype, write_both) : write_both(A{});
     if (!bp_.grad_log_decay) return;
     A* const decay = static_cast<A*>(bp_.grad_log_decay);
     const int64_t of_head = first_row(p_.num_heads, of_.head, i);

@@ -114,13 +114,15 @@ struct LinearSequence {
 
 inline int64_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
-// The rows of query, key and value that follow a chunk which begins at token `begin`.
-inline RowFetcher next_rows(const LinearAttentionParams& p, const LinearSequence& of, int64_t begin) {
+// The rows of value, and maybe those of query and key, that follow a chunk which begins at token `begin`.
+inline RowFetcher next_rows(const LinearAttentionParams& p, const LinearSequence& of, int64_t begin, bool with_keys) {
   RowFetcher rows;
   const int64_t first = of.first + begin + kChunk, count = smaller(of.count - begin - kChunk, kChunk);
   const int64_t element = element_size(p.dtype);
-  rows.add(p.query, p.query_strides, element, of.b, of.key_head, first, count, p.head_dim);
-  rows.add(p.key, p.key_strides, element, of.b, of.key_head, first, count, p.head_dim);
+  if (with_keys) {
+    rows.add(p.query, p.query_strides, element, of.b, of.key_head, first, count, p.head_dim);
+    rows.add(p.key, p.key_strides, element, of.b, of.key_head, first, count, p.head_dim);
+  }
   rows.add(p.value, p.value_strides, element, of.b, of.head, first, count, p.v_head_dim);
   return rows;
 }
@@ -187,6 +189,7 @@ class Chunk {
   A* whole_decay;                  // of the whole chunk, [key_ld]
   A* beta;                         // [count]
   A *probs, *overlaps;             // P and -A, [count, score_ld]; 0 above the diagonal
+  A *by_query, *by_key;            // one decay per head: q_t k_s and k_t k_s, which all value heads of a key head share
   A* spans;                        // one decay per head: prod_{s < r <= t} a_r, [count, score_ld]
   A *from_start, *to_end;          // per channel: the decays from the start of the token's block to the
                                    // token, and from the token to the start of the present block
@@ -210,6 +213,9 @@ class Chunk {
     beta = arena.take<A>(kChunk);
     probs = arena.take<A>(scores);
     overlaps = arena.take<A>(scores);
+    const bool share = p.shared_heads > 1 && !p.per_channel;
+    by_query = share ? arena.take<A>(scores) : probs;
+    by_key = share ? arena.take<A>(scores) : overlaps;
     spans = arena.take<A>(scores);
     if (p.per_channel) {
       from_start = arena.take<A>(keys);
@@ -222,6 +228,11 @@ class Chunk {
   }
 
   void load_tokens(const LinearSequence& of, int64_t begin, int64_t tokens) {
+    load_keys(of, begin, tokens);
+    load_head(of, begin);
+  }
+  // Queries and keys, which all value heads of a key head share.
+  void load_keys(const LinearSequence& of, int64_t begin, int64_t tokens) {
     count = tokens;
     const int64_t first = of.first + begin;
     load_rows(p.dtype, p.query, p.query_strides, of.b, of.key_head, first, count, p.head_dim, query, key_ld);
@@ -229,15 +240,21 @@ class Chunk {
     const A scale = static_cast<A>(p.scale);
     for (int64_t t = 0; t < count; ++t)
       each_channel([&](int64_t c) { store<A>(query + t * key_ld + c, load_at(query, t, c) * scale); });
+  }
+  // What each value head has of its own.
+  void load_head(const LinearSequence& of, int64_t begin) {
+    const int64_t first = of.first + begin;
     if (p.beta)
       for (int64_t t = 0; t < count; ++t) beta[t] = *at<A>(p.beta, p.beta_strides, of.b, of.head, first + t);
     if (p.log_decay) load_decays(of, first);
   }
 
   // Whether all numbers are finite. A NaN or Inf would reach tokens before it, by products with 0.
-  bool is_finite() const {
-    bool finite = all_finite(query, key_ld, count, key_ld) && all_finite(key, key_ld, count, key_ld);
-    if (p.per_channel) finite = finite && all_finite(decay, key_ld, count, key_ld);
+  bool has_finite_keys() const {
+    return all_finite(query, key_ld, count, key_ld) && all_finite(key, key_ld, count, key_ld);
+  }
+  bool has_finite_head() const {
+    bool finite = !p.per_channel || all_finite(decay, key_ld, count, key_ld);
     for (int64_t t = 0; t < count; ++t)
       finite = finite && (!p.beta || beta[t] * 0 == 0) && (!p.log_decay || p.per_channel || decay[t] * 0 == 0);
     return finite;
@@ -265,25 +282,33 @@ class Chunk {
 
   // probs and overlaps; either may be left out.
   void compute_scores(bool with_probs, bool with_overlaps) {
-    if (p.per_channel) return scores_per_channel(with_probs, with_overlaps);
-    compute_spans();
+    compute_products(with_probs, with_overlaps);
+    apply_decays_to_products(with_probs, with_overlaps);
+  }
+  // Their parts that no decay of a head changes.
+  void compute_products(bool with_probs, bool with_overlaps) {
+    if (p.per_channel) return;
     pack_transposed(StridedRows<A>{key, key_ld}, count, p.head_dim, panels);
     for_each_block([&](int64_t begin, int64_t end) {
       const auto products = [&](const A* rows, A* to) {
         multiply(end - begin, end, p.head_dim, by_rows(rows + begin * key_ld, key_ld), across(panels, p.head_dim),
                  to + begin * score_ld, score_ld, false);
       };
-      if (with_probs) products(query, probs);
-      if (with_overlaps) products(key, overlaps);
-      for (int64_t t = begin; t < end; ++t) {
-        const A* const span = spans + t * score_ld;
+      if (with_probs) products(query, by_query);
+      if (with_overlaps) products(key, by_key);
+    });
+  }
+  void apply_decays_to_products(bool with_probs, bool with_overlaps) {
+    if (p.per_channel) return scores_per_channel(with_probs, with_overlaps);
+    compute_spans();
+    for_each_block([&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t)
         for_each_vector<A>(end, [&](int64_t s) {
-          const Vec<A> kept = load<A>(span + s), none{};
-          A *const prob = probs + t * score_ld + s, *const overlap = overlaps + t * score_ld + s;
-          if (with_probs) store<A>(prob, kept == 0 ? none : load<A>(prob) * kept);
-          if (with_overlaps) store<A>(overlap, kept == 0 ? none : load<A>(overlap) * -kept);
+          const int64_t at = t * score_ld + s;
+          const Vec<A> kept = load<A>(spans + at), none{};
+          if (with_probs) store<A>(probs + at, kept == 0 ? none : load<A>(by_query + at) * kept);
+          if (with_overlaps) store<A>(overlaps + at, kept == 0 ? none : load<A>(by_key + at) * -kept);
         });
-      }
     });
   }
 
@@ -413,7 +438,7 @@ class Chunk {
         each_channel([&](int64_t c) { store<A>(row + c, exp(load<A>(row + c))); });
       }
     } else {
-      for (int64_t t = 0; t < kChunk; ++t)
+      for (int64_t t = 0; t < whole_vectors<A>(count); ++t)
         decay[t] = t < count ? *at<A>(p.log_decay, p.log_decay_strides, of.b, of.head, first + t) : A(0);
       for (int64_t t = 0; t < count; ++t) positive |= decay[t] > 0;
       for_each_vector<A>(count, [&](int64_t t) { store<A>(decay + t, exp(load<A>(decay + t))); });
