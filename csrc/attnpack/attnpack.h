@@ -16,6 +16,7 @@
 #include <attnpack/cache/sparse_cache.h>
 #include <attnpack/convert/from_torch.h>
 #include <attnpack/convert/fused.h>
+#include <attnpack/convert/latent_conversion.h>
 #include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>

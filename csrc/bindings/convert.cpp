@@ -1,10 +1,12 @@
 #include <attnpack/convert/detail/latent.h>
 #include <attnpack/convert/detail/whole_model.h>
 #include <attnpack/convert/fused.h>
+#include <attnpack/convert/latent_conversion.h>
 #include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
+#include <bindings/causal_lm_options.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
 
@@ -69,8 +71,10 @@ py::object to_mqa_py(const py::object& module, const std::string& method, int64_
   return with_layer(module, [&](const auto& layer) { return convert::to_mqa(layer, options); });
 }
 
-py::object to_mla_py(const py::object& module, int64_t kv_lora_rank, const Rows& calibration, int64_t length) {
-  const auto options = convert::ToMlaOptions().calibration(to_calibration(calibration)).length(length);
+py::object to_mla_py(const py::object& module, int64_t kv_lora_rank, const Rows& calibration, int64_t length,
+                     const std::optional<int64_t>& rope_dim) {
+  const auto options =
+      convert::ToMlaOptions().calibration(to_calibration(calibration)).length(length).rope_dim(rope_dim);
   return with_layer(module, [&](const auto& layer) { return convert::to_mla(layer, kv_lora_rank, options); });
 }
 
@@ -83,6 +87,40 @@ py::object model_to_gqa_py(const py::object& model, int64_t num_kv_heads, const 
   }
   const EncoderDecoder holder(model.cast<std::shared_ptr<EncoderDecoderImpl>>());
   return py::cast(convert::to_gqa(holder, num_kv_heads, options, encoder).ptr());
+}
+
+py::object model_to_mla_py(const py::object& model, int64_t kv_lora_rank, const std::optional<int64_t>& rope_dim,
+                           const OptionalTensor& ids, int64_t length) {
+  const CausalLM holder(model.cast<std::shared_ptr<CausalLMImpl>>());
+  const auto options = convert::ToMlaOptions().rope_dim(rope_dim).ids(or_undefined(ids)).length(length);
+  return py::cast(without_gil([&] { return convert::to_mla(holder, kv_lora_rank, options).ptr(); }));
+}
+
+CausalLMOptions model_options(const py::kwargs& config) {
+  return options_of_call<CausalLMOptions, int64_t, int64_t, int64_t, int64_t>("CausalLM", py::args(), config, 5);
+}
+
+// config: keywords of CausalLM.
+void bind_latent_conversion(py::module_& m) {
+  using convert::LatentConversion;
+  py::class_<LatentConversion>(m, "LatentConversion")
+      .def(py::init(
+          [](int64_t kv_lora_rank, const std::optional<int64_t>& rope_dim, int64_t length, const py::kwargs& config) {
+            return LatentConversion(model_options(config), kv_lora_rank, rope_dim, length);
+          }))
+      .def_property_readonly("learns", &LatentConversion::learns)
+      .def("learn",
+           [](LatentConversion& self, const StateDict& tensors, const OptionalTensor& calibration) {
+             without_gil([&] { self.learn(tensors, or_undefined(calibration)); });
+           })
+      .def("convert",
+           [](LatentConversion& self, const StateDict& tensors, const OptionalTensor& calibration) {
+             return without_gil([&] { return self.convert(tensors, or_undefined(calibration)); });
+           })
+      .def("config", [](LatentConversion& self) { return options_dict(self.options()); });
+  m.def("with_multipliers", [](const std::string& name, const at::Tensor& tensor, const py::kwargs& config) {
+    return convert::with_multipliers(model_options(config), name, tensor);
+  });
 }
 
 at::Tensor pool_kv_heads_py(const at::Tensor& weight, int64_t num_heads, int64_t num_kv_heads,
@@ -140,12 +178,20 @@ void register_convert(py::module_& m) {
   define_by_name(m, "to_gqa", &to_gqa_py,
                  {"module", "num_kv_heads", "method", "window", "groups", "seed", "calibration"});
   define_by_name(m, "to_mqa", &to_mqa_py, {"module", "method", "window", "groups", "seed", "calibration"});
-  define_by_name(m, "to_mla", &to_mla_py, {"module", "kv_lora_rank", "calibration", "length"});
+  define_by_name(m, "to_mla", &to_mla_py, {"module", "kv_lora_rank", "calibration", "length", "rope_dim"});
   define_by_name(m, "factorise_latent", &factorise_latent_py,
                  {"weights", "num_heads", "num_kv_heads", "kv_lora_rank", "head_map", "inv_freq", "interleaved",
                   "rope_factor", "length", "causal", "calibration"});
   define_by_name(m, "model_to_gqa", &model_to_gqa_py,
                  {"model", "num_kv_heads", "method", "window", "groups", "seed", "encoder"});
+  define_by_name(m, "model_to_mla", &model_to_mla_py, {"model", "kv_lora_rank", "rope_dim", "ids", "length"});
+  define_by_name(
+      m, "fold_multipliers",
+      +[](const py::object& model) {
+        return py::cast(convert::fold_multipliers(CausalLM(model.cast<std::shared_ptr<CausalLMImpl>>())).ptr());
+      },
+      {"model"});
+  bind_latent_conversion(m);
   m.def("refuse_calibration", &convert::refuse_calibration);
   m.def("check_layers_found", &convert::check_layers_found);
   m.def("choose_groups", &convert::choose_groups, py::arg("distances"), py::arg("num_kv_heads"), py::arg("uneven"));

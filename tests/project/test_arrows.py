@@ -56,6 +56,8 @@ INCLUDES = {
 OF_A_FILE = {
     "convert/modules": ["modules", "modules/attention"],
     "convert/models": ["modules", "models"],
+    "convert/latent_conversion": ["modules", "models"],
+    "convert/detail/joined_rope": ["rope"],
     "convert/from_torch": ["modules", "modules/attention"],
     "ops/library": ["."],
     "ops/cpu/isa": ["."],

@@ -19,15 +19,29 @@ def written_by(model, length=6000) -> str:
     return "".join(chr(33 + token) for token in rows.flatten().tolist())
 
 
-def convert_tiny(folder: Path) -> Path:
-    """folder/out, a tiny model converted to one kv head by the mean. The original and the text are in folder."""
-    model = random_model(LlamaConfig(**MHA))
+def write_tiny(folder: Path, config) -> None:
+    """folder/in, a tiny model whose outputs are certain, in several files, and folder/text.txt."""
+    model = random_model(config)
     with torch.no_grad():
-        model.lm_head.weight.mul_(8)  # so that its outputs are certain
+        model.lm_head.weight.mul_(8)
     model.save_pretrained(folder / "in", max_shard_size="60KB")
     write_tokenizer(folder / "in")
     (folder / "text.txt").write_text(written_by(model))
+
+
+def convert_tiny(folder: Path) -> Path:
+    """folder/out, a tiny model converted to one kv head by the mean. The original and the text are in folder."""
+    write_tiny(folder, LlamaConfig(**MHA))
     assert cli.main(["convert", str(folder / "in"), str(folder / "out"), "--kv-heads", "1", "--method", "mean"]) == 0
+    return folder / "out"
+
+
+def convert_tiny_to_mla(folder: Path, config) -> Path:
+    """The same with latent attention, which holds a third of the numbers."""
+    write_tiny(folder, config)
+    text = str(folder / "text.txt")
+    sizes = ["--kv-lora-rank", "9", "--rope-dim", "4", "--text", text, "--tokens", "400"]
+    assert cli.main(["convert", str(folder / "in"), str(folder / "out"), *sizes]) == 0
     return folder / "out"
 
 

@@ -57,6 +57,39 @@ class BlockConverter {
   uint64_t count_ = 0;
 };
 
+// The inputs of the layers' attention for a text, [rows * L, E] each.
+std::vector<at::Tensor> attention_inputs(CausalLM model, const at::Tensor& ids) {
+  std::vector<at::Tensor> inputs;
+  const bool training = model->is_training();
+  model->eval();
+  auto states = model->model->embed_tokens->forward(ids) * model->options.embed_scale();
+  for (int64_t i = 0; i < model->options.num_layers(); ++i) {
+    auto block = model->layer(i);
+    inputs.push_back(block->input_layernorm->forward(states).flatten(0, 1));
+    states = block->forward(states);
+  }
+  model->train(training);
+  return inputs;
+}
+
+// The tensors of a state dict whose names begin with `prefix`, without it.
+StateDict layer_of(const StateDict& state, const std::string& prefix) {
+  StateDict part;
+  for (const auto& [name, tensor] : state)
+    if (name.starts_with(prefix)) part[name.substr(prefix.size())] = tensor;
+  return part;
+}
+
+// The model that the options describe, with these tensors, and as `like` otherwise.
+CausalLM with_state(CausalLMOptions options, const StateDict& state, const CausalLM& like) {
+  options.factory().device = at::kMeta;  // replaced below
+  CausalLM made(options);
+  made->options.factory(like->options.factory());
+  assign_state_dict(*made, state);
+  made->train(like->is_training());
+  return made;
+}
+
 }  // namespace
 
 CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions& options) {
@@ -110,12 +143,8 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
     }
   }
   auto target = source;
-  target.num_kv_heads(num_kv_heads).factory().device = at::kMeta;  // replaced below
-  CausalLM made(target);
-  made->options.factory(source.factory());
-  assign_state_dict(*made, state);
+  auto made = with_state(target.num_kv_heads(num_kv_heads), state, model);
   copy_requires_grad(*model, *made);
-  made->train(model->is_training());
   return made;
 }
 
@@ -128,6 +157,40 @@ EncoderDecoder to_gqa(const EncoderDecoder& model, int64_t num_kv_heads, const T
   check_layers_found("model", "EncoderDecoder", converter.count());
   copy_requires_grad(*model, *made);
   return made;
+}
+
+CausalLM to_mla(const CausalLM& model, int64_t kv_lora_rank, const ToMlaOptions& options) {
+  const at::NoGradGuard no_grad;
+  refuse_calibration(options.calibration().x.defined());
+  const auto& ids = options.ids();
+  ATTNPACK_CHECK(!ids.defined() || (ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.numel() > 0),
+                 "ids: got shape ", ids.sizes(), ", want int64 token ids [rows, length] of a text");
+  LatentConversion conversion(model->options, kv_lora_rank, options.rope_dim(),
+                              ids.defined() ? ids.size(1) : options.length());
+  const auto seen = ids.defined() ? attention_inputs(model, ids) : std::vector<at::Tensor>(model->options.num_layers());
+  auto state = state_dict(*model);
+  const auto prefix = [](int64_t layer) { return c10::str("model.layers.", layer, "."); };
+  for (int64_t i = 0; conversion.learns() && i < model->options.num_layers(); ++i)
+    conversion.learn(layer_of(state, prefix(i)), seen[i]);
+  for (int64_t i = 0; i < model->options.num_layers(); ++i) {
+    const auto layer = layer_of(state, prefix(i));
+    for (const auto& [name, tensor] : layer) state.erase(prefix(i) + name);
+    for (const auto& [name, tensor] : conversion.convert(layer, seen[i])) state[prefix(i) + name] = tensor;
+  }
+  for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
+  return with_state(conversion.options(), state, model);
+}
+
+CausalLM fold_multipliers(const CausalLM& model) {
+  const at::NoGradGuard no_grad;
+  const auto& source = model->options;
+  ATTNPACK_CHECK(source.norm() == "rms" && !source.layout() && !source.head_bias() && source.final_softcap() == 0,
+                 "model: got one with another norm or layout, a bias or a soft cap on its logits, want one of Llama's "
+                 "form");
+  auto state = state_dict(*model);
+  for (auto& [name, tensor] : state) tensor = with_multipliers(source, name, tensor).detach().clone();
+  auto target = source;
+  return with_state(target.embed_scale(1).residual_scale(1).logit_scale(1), state, model);
 }
 
 }  // namespace attnpack::convert

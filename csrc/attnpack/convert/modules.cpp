@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <attnpack/convert/detail/joined_rope.h>
 #include <attnpack/convert/detail/latent.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/state_dict.h>
@@ -137,16 +138,21 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
   const auto& source = module->options;
   check_has_latent_form(*module);
   const auto* rope = module->rope ? &module->rope->settings : nullptr;
-  const auto weights = factorise_latent(weights_of(module->q_proj, module->k_proj, module->v_proj, module->o_proj),
-                                        LatentOptions(source.num_heads(), source.num_kv_heads(), kv_lora_rank)
-                                            .head_map(source.head_map())
-                                            .inv_freq(rope ? rope->inv_freq : std::vector<double>())
-                                            .interleaved(rope && rope->interleaved)
-                                            .rope_factor(rope ? rope->factor : 1.0)
-                                            .length(options.length())
-                                            .causal(source.causal())
-                                            .calibration(options.calibration()));
-  const auto head_dim = *source.head_dim(), rotated = rope ? 2 * static_cast<int64_t>(rope->inv_freq.size()) : 0;
+  ATTNPACK_CHECK(!options.ids().defined(), "ids: got some for a single layer, want calibration, the layer's input");
+  ATTNPACK_CHECK(!options.rope_dim() || (rope && rope->growth == 0), "rope_dim: got ", options.rope_dim().value_or(0),
+                 ", want none for a layer without RoPE, or whose frequencies grow with the text");
+  const auto own = weights_of(module->q_proj, module->k_proj, module->v_proj, module->o_proj);
+  auto latent = LatentOptions(source.num_heads(), source.num_kv_heads(), kv_lora_rank)
+                    .head_map(source.head_map())
+                    .inv_freq(rope ? rope->inv_freq : std::vector<double>())
+                    .interleaved(rope && rope->interleaved)
+                    .rope_factor(rope ? rope->factor : 1.0)
+                    .length(options.length())
+                    .causal(source.causal())
+                    .calibration(options.calibration());
+  if (options.rope_dim()) latent.pairs(choose_pairs(rotation_losses(own, latent), *options.rope_dim()));
+  const auto weights = factorise_latent(own, latent);
+  const auto head_dim = *source.head_dim(), rotated = weights.kv_a.size(0) - kv_lora_rank;
   const auto out_bias = module->o_proj->bias;
   const bool bias = weights.q_bias.defined() || weights.kv_a_bias.defined() || out_bias.defined();
   auto target = carry_options(MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads()), source)
@@ -159,6 +165,11 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
                     .scale(source.scale().value_or(1.0 / std::sqrt(static_cast<double>(head_dim))) /
                            (rope ? rope->softmax_factor : 1.0));
   if (weights.q_bias.defined()) target.q_lora_rank(weights.q.size(0));
+  if (options.rope_dim()) {
+    auto joined = module->rope->options;
+    joined.scaling(joined_scaling(*rope, latent.pairs(), joined.base(), joined.max_positions())).dim(rotated);
+    target.rope(RotaryEmbedding(joined));
+  }
   target.factory().dtype = weights.q.scalar_type();
   MultiHeadLatentAttention made(target);
   made->options.factory(source.factory());

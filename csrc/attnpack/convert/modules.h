@@ -28,15 +28,19 @@ template <typename Impl>
 MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const ToGqaOptions& options = {});
 
 struct ToMlaOptions {
-  TORCH_ARG(Calibration, calibration);
+  TORCH_ARG(Calibration, calibration);  // of a single layer
   // As in LatentOptions.
   TORCH_ARG(int64_t, length) = 512;
+  // The dims of the shared key that rotate. Default: of a layer as many as a head rotates, of a model those of all kv
+  // heads together.
+  TORCH_ARG(std::optional<int64_t>, rope_dim);
+  TORCH_ARG(at::Tensor, ids);  // of a model: a text, [rows, L]
 };
 
 // The layer as latent attention (latent.h): the plain form without norms. Its rope head is as wide as the dims that
-// module rotates. Raises where module has a setting that latent attention lacks: window, softcap, sinks, ALiBi, norms
-// of queries and keys, contexts of other widths than embed_dim. A bias of q_proj needs a query latent as wide as
-// q_proj.
+// module rotates, with one pair for each frequency, or as rope_dim says. Raises where module has a setting that latent
+// attention lacks: window, softcap, sinks, ALiBi, norms of queries and keys, contexts of other widths than embed_dim. A
+// bias of q_proj needs a query latent as wide as q_proj.
 template <typename Impl>
 MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int64_t kv_lora_rank,
                                 const ToMlaOptions& options = {});

@@ -31,6 +31,9 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_LONGROPE = (
+    *("rope_type", "factor", "short_factor", "long_factor", "attention_factor", "original_max_position_embeddings"),
+)
 CONVERTIBLE = tuple(_CLASSES)
 """The families whose checkpoints can be written again with other heads."""
 
@@ -45,7 +48,7 @@ def config_json(checkpoint: HfCheckpoint | GgufCheckpoint, num_kv_heads: int) ->
 
 
 def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
-    config, data = checkpoint.config, checkpoint.file.metadata
+    config = checkpoint.config
     model_type = checkpoint.arch
     if model_type == "llama" and config["window"] is not None:
         model_type = "mistral"
@@ -76,12 +79,66 @@ def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
         result |= {"sliding_window": config["window"][0] + 1}
         if model_type != "mistral":  # the window is that of every layer
             result |= {"use_sliding_window": True, "max_window_layers": 0}
+    return result | _gguf_tokens(checkpoint)
+
+
+def _gguf_tokens(checkpoint: GgufCheckpoint) -> dict[str, Any]:
+    data, result = checkpoint.file.metadata, {}
     for role, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         if (token := data.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             result[f"{role}_token_id"] = token
     if "tokenizer.ggml.tokens" in data and len(stops := gguf_stop_tokens(checkpoint.path, data)) > 1:
         result["eos_token_id"] = list(stops)
     return result
+
+
+def latent_config_json(checkpoint: HfCheckpoint | GgufCheckpoint, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the model with latent attention that `config` describes, keywords of CausalLM: a DeepSeek-V3 whose
+    feed-forwards are all dense. The special tokens are those of the checkpoint."""
+    if isinstance(checkpoint, HfCheckpoint):
+        stored = read_json(checkpoint.path / "config.json")
+        kept = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "dtype", "torch_dtype")
+        tokens = {"bos_token_id": None, "eos_token_id": None} | {key: stored[key] for key in kept if key in stored}
+    else:
+        tokens = _gguf_tokens(checkpoint)
+    latent, width, layers = config["latent"], config["hidden_dim"], config["num_layers"]
+    rope = {key: config["rope_scaling"][key] for key in _LONGROPE}
+    no_experts = {
+        "first_k_dense_replace": layers,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": width,
+        "num_nextn_predict_layers": 0,
+    }
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["embed_dim"],
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config["num_heads"],
+        "num_key_value_heads": config["num_heads"],
+        "kv_lora_rank": latent["kv_lora_rank"],
+        "q_lora_rank": latent["q_lora_rank"],
+        "qk_nope_head_dim": latent["qk_nope_head_dim"],
+        "qk_rope_head_dim": latent["qk_rope_head_dim"],
+        "v_head_dim": latent["v_head_dim"],
+        "hidden_act": "silu",
+        "max_position_embeddings": config["max_positions"],
+        "rms_norm_eps": config["eps"],
+        "rope_theta": config["rope_base"],
+        "rope_scaling": rope,
+        "rope_interleave": config["rope_interleaved"],
+        "tie_word_embeddings": config["tie_embeddings"],
+        "attention_bias": True,
+        **no_experts,
+        "use_cache": True,
+        **tokens,
+    }
 
 
 def write_companions(source: Path, out: Path) -> str | None:

@@ -38,6 +38,30 @@ class SafetensorsWriter:
         self._writer.close()
 
 
+Announced = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+"""Shapes and dtypes of the tensors of a checkpoint, by file."""
+
+
+class ShardWriter:
+    """The .safetensors files of a checkpoint in `folder`, and their index if there are several."""
+
+    def __init__(self, folder: Path, announced: Announced) -> None:
+        self._folder = folder
+        self._files = {file: SafetensorsWriter(folder / file, tensors) for file, tensors in announced.items()}
+        self._place = {name: file for file, tensors in announced.items() for name in tensors}
+
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
+        self._files[self._place[name]].write_tensor(name, tensor)
+
+    def close(self) -> None:
+        for writer in self._files.values():
+            writer.close()
+        if list(self._files) != ["model.safetensors"]:
+            total = sum(writer.size for writer in self._files.values())
+            index = {"metadata": {"total_size": total}, "weight_map": self._place}
+            write_json(self._folder / "model.safetensors.index.json", index)
+
+
 def require_finite(source: Path, name: str, tensor: Tensor) -> None:
     """Raises ValueError for NaN and infinity, which make any conversion and any model useless."""
     if not torch.isfinite(tensor).all():

@@ -2,10 +2,11 @@
 fuses projections.
 
 `pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights. `to_gqa`, `to_mqa` and `to_mla` work on
-modules, and the first two also on models. `from_torch` takes layers of torch.nn. The command `attnpack convert` works
-on whole checkpoints.
+modules and on models. `from_torch` takes layers of torch.nn. The command `attnpack convert` works on whole checkpoints,
+and `checkpoint_to_mla` is its form for latent attention.
 """
 
+from .checkpoint.to_mla import LatentReport, checkpoint_to_mla
 from .from_torch import from_torch
 from .heads import layer_error, similar_groups, to_gqa, to_mqa
 from .latent import to_mla
@@ -13,7 +14,9 @@ from .quantize import quantize_
 from .weights import LayerWeights, fuse_qkv, merge_kv_heads, pool_kv_heads, split_qkv
 
 __all__ = [
+    "LatentReport",
     "LayerWeights",
+    "checkpoint_to_mla",
     "from_torch",
     "fuse_qkv",
     "layer_error",

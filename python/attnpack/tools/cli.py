@@ -97,14 +97,20 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
     example = "attnpack convert path/to/model converted --kv-heads 1 --method aligned"
-    convert = _command(commands, "convert", _convert, "give a model fewer key-value heads or bits", example)
+    convert = _command(
+        commands, "convert", _convert, "give a model fewer key-value heads, latent attention or fewer bits", example
+    )
     convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
     out = "directory to make, which transformers opens as it is; with --to-gguf a file"
     convert.add_argument("out", type=Path, metavar="OUT", help=out)
     wanted = convert.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--kv-heads", type=_positive, metavar="N", help="key-value heads of OUT")
+    rank = "latent attention with latents of this width in every layer, written as a dense DeepSeek-V3"
+    wanted.add_argument("--kv-lora-rank", type=_positive, metavar="R", help=rank)
     gguf = "write the GGUF file IN again with its matrices in this format, and change nothing else"
     wanted.add_argument("--to-gguf", choices=("Q8_0", "Q4_0"), help=gguf)
+    rope = "with --kv-lora-rank: dims of the shared key that rotate [those of all key-value heads: exact]"
+    convert.add_argument("--rope-dim", type=_positive, metavar="N", help=rope)
     methods = ("aligned", "similar", "mean", "first", "random")
     how = (
         "how heads become one: aligned matches them to each other before it averages them, mean averages them as "
@@ -117,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
     convert.add_argument("--seed", type=_seed, metavar="N", help="seed of --method random")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of OUT [as IN; fp32 from GGUF]")
-    text = "text to measure perplexity on, from which aligned and similar also learn [Python's help topics]"
+    text = "text to measure perplexity on; aligned, similar and --kv-lora-rank learn from it [Python's help topics]"
     convert.add_argument("--text", type=Path, metavar="FILE", help=text)
     tokens = "tokens of the text to measure, and as many again to learn from; 0: none [2048]"
     convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help=tokens)

@@ -10,6 +10,7 @@ from ...errors import DTYPES
 from .conversion import ConversionReport, Request, convert_checkpoint
 from .streams import LONGEST
 from .to_gguf import write_gguf
+from .to_mla import checkpoint_to_mla, describe_latent
 
 
 def main(args: argparse.Namespace) -> None:
@@ -17,6 +18,21 @@ def main(args: argparse.Namespace) -> None:
         written = write_gguf(args.source, args.out, args.to_gguf)
         print(json.dumps(asdict(written)) if args.json else written)
         return
+    if args.kv_lora_rank is not None:
+        _refuse_others(args)
+        made = checkpoint_to_mla(
+            args.source,
+            args.out,
+            args.kv_lora_rank,
+            args.rope_dim,
+            dtype=None if args.dtype is None else DTYPES[args.dtype],
+            text=args.text,
+            tokens=args.tokens,
+        )
+        print(json.dumps(asdict(made)) if args.json else "\n".join(describe_latent(made)))
+        return
+    if args.rope_dim is not None:
+        raise ValueError("--rope-dim: got one without --kv-lora-rank; give both, or leave it out")
     request = Request(
         kv_heads=args.kv_heads,
         method=args.method,
@@ -30,6 +46,17 @@ def main(args: argparse.Namespace) -> None:
     )
     report = convert_checkpoint(args.source, args.out, request)
     print(json.dumps(asdict(report)) if args.json else "\n".join(describe_conversion(report)))
+
+
+def _refuse_others(args: argparse.Namespace) -> None:
+    given = {
+        "--groups": args.groups is not None,
+        "--window": args.window != 1,
+        "--seed": args.seed is not None,
+        "--encoder": args.encoder,
+    }
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(f"{', '.join(wrong)}: got together with --kv-lora-rank, which merges no heads; leave it out")
 
 
 def describe_conversion(report: ConversionReport) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...atomic_write import atomic_directory
 from ...checkpoints.companions import write_companions
-from ...checkpoints.writer import SafetensorsWriter, write_json
+from ...checkpoints.writer import Announced, ShardWriter, write_json
 from ...file_errors import naming
 from ...progress import progress
 from ..weights import Groups, LayerWeights, merge_kv_heads
@@ -67,24 +67,28 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionR
     started = time.monotonic()
     with naming(source, "cannot be converted", "get the checkpoint again, or give another"):
         checkpoint, notes = open_source(source, request.dtype, request.encoder), []
-    if source.resolve() in out.resolve().parents:
-        raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
+    check_outside(source, out)
     _check_kv_heads(checkpoint, request.kv_heads)
     streams = _make_streams(checkpoint, request, notes)
     with atomic_directory(out) as folder:
-        writer = _Writer(checkpoint, folder, request.kv_heads)
+        writer = ShardWriter(folder, _announced(checkpoint, request.kv_heads))
         if note := write_companions(source, folder):
             notes.append(note)
         _convert_layers(checkpoint, writer.write_tensor, streams, request)
         perplexities = streams.perplexities(checkpoint.read)
         writer.close()
-        write_json(folder / "config.json", _with_dtype(checkpoint.config_json(request.kv_heads), request))
+        write_json(folder / "config.json", with_dtype(checkpoint.config_json(request.kv_heads), request.dtype))
         remarks = {"notes": notes, "warnings": _warnings(checkpoint, request, streams)}
         report = _make_report(
             checkpoint, out, request, streams.tokens, perplexities, remarks, time.monotonic() - started
         )
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
+
+
+def check_outside(source: Path, out: Path) -> None:
+    if source.resolve() in out.resolve().parents:
+        raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
 
 
 def _check_kv_heads(source: Source, kv_heads: int) -> None:
@@ -119,10 +123,11 @@ def _warnings(source: Source, request: Request, streams: Streams) -> list[str]:
     ]
 
 
-def _with_dtype(config: dict[str, Any], request: Request) -> dict[str, Any]:
-    if request.dtype is None:
+def with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """config.json of a checkpoint that is written in that dtype; None: in that of the source."""
+    if dtype is None:
         return config
-    named = str(request.dtype).removeprefix("torch.")
+    named = str(dtype).removeprefix("torch.")
     return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": named}
 
 
@@ -173,38 +178,22 @@ def merge_layer(
     return {name: values[field] for field, name in names.items() if values[field] is not None}
 
 
-class _Writer:
-    """Writes the tensors of the result into files with the source's names, and an index if there are several files."""
+def _announced(source: Source, kv_heads: int) -> Announced:
+    """The tensors of the result by file. Each shard becomes a file of the same name."""
+    rows = {
+        f"{attention.prefix}{projection}": kv_heads * attention.head_dim
+        for layer in source.layers()
+        if layer
+        for attention in source.attentions(layer)
+        for projection in ("k_proj", "v_proj")
+    }
 
-    def __init__(self, source: Source, folder: Path, kv_heads: int) -> None:
-        self._folder, self._files, self._place = folder, {}, {}
-        rows = {
-            f"{attention.prefix}{projection}": kv_heads * attention.head_dim
-            for layer in source.layers()
-            if layer
-            for attention in source.attentions(layer)
-            for projection in ("k_proj", "v_proj")
-        }
+    def shape(name: str) -> tuple[int, ...]:
+        sizes = source.shapes[name]
+        return (rows.get(name.rpartition(".")[0], sizes[0]), *sizes[1:])
 
-        def shape(name: str) -> tuple[int, ...]:
-            sizes = source.shapes[name]
-            return (rows.get(name.rpartition(".")[0], sizes[0]), *sizes[1:])
-
-        for file, names in source.by_file().items():
-            described = {name: (shape(name), source.dtype(name)) for name in names}
-            self._files[file] = SafetensorsWriter(folder / file, described)
-            self._place |= dict.fromkeys(names, file)
-
-    def write_tensor(self, name: str, tensor: Tensor) -> None:
-        self._files[self._place[name]].write_tensor(name, tensor)
-
-    def close(self) -> None:
-        for writer in self._files.values():
-            writer.close()
-        if list(self._files) != ["model.safetensors"]:
-            total = sum(writer.size for writer in self._files.values())
-            index = {"metadata": {"total_size": total}, "weight_map": self._place}
-            write_json(self._folder / "model.safetensors.index.json", index)
+    files = source.by_file().items()
+    return {file: {name: (shape(name), source.dtype(name)) for name in names} for file, names in files}
 
 
 def _make_report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,14 @@ from ...checkpoints.hf_directory import HfCheckpoint
 from ...checkpoints.safetensors import SafetensorsFile, open_files
 from ...checkpoints.strict_json import read_json
 from ...checkpoints.writer import require_finite
+from ...nn.causal_lm import CausalLM
+
+# The keywords of CausalLM that a GGUF file leaves alone.
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(CausalLM).parameters.items()
+    if parameter.default is not parameter.empty and name not in ("device", "dtype")
+}
 
 
 @dataclass(frozen=True)
@@ -87,16 +96,16 @@ class Source:
 
 
 class DecoderOnly(Source):
-    """A checkpoint that CausalLM reads: Hugging Face directory or GGUF file of Llama, Mistral, Qwen2 or Qwen3."""
+    """A checkpoint that CausalLM reads: Hugging Face directory or GGUF file of one of these families, or of any."""
 
-    def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype | None, families: tuple[str, ...] | None = CONVERTIBLE) -> None:
         super().__init__(path, dtype)
         self.checkpoint = HfCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
-        if isinstance(self.checkpoint, GgufCheckpoint) and self.checkpoint.arch not in CONVERTIBLE:
-            known = ", ".join(CONVERTIBLE)
+        if families and isinstance(self.checkpoint, GgufCheckpoint) and self.checkpoint.arch not in families:
+            known = ", ".join(families)
             raise ValueError(f"{path}: architecture {self.checkpoint.arch} is not supported; conversion knows {known}")
         check_whole(self.checkpoint)
-        self.config, self.shapes = self.checkpoint.config, self.checkpoint.shapes
+        self.config, self.shapes = _DEFAULTS | self.checkpoint.config, self.checkpoint.shapes
         self.files = self.checkpoint.files if isinstance(self.checkpoint, HfCheckpoint) else {}
 
     def attentions(self, layer: str) -> list[Attention]:
@@ -181,10 +190,20 @@ class EncoderDecoder(Source):
                     )
 
 
-def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
-    """The checkpoint at `path`; ValueError if its kind is not known, or if it is damaged or incomplete."""
+def _check_exists(path: Path) -> None:
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
+
+
+def open_decoder(path: Path, dtype: torch.dtype | None) -> DecoderOnly:
+    """The checkpoint at `path`, of any family that CausalLM reads; ValueError as `open_source` raises it."""
+    _check_exists(path)
+    return DecoderOnly(path, dtype, families=None)
+
+
+def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
+    """The checkpoint at `path`; ValueError if its kind is not known, or if it is damaged or incomplete."""
+    _check_exists(path)
     config = path / "config.json"
     model_type = read_json(config).get("model_type") if config.is_file() else None
     if model_type == "t5gemma":

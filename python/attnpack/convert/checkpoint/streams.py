@@ -69,48 +69,66 @@ class Streams:
     """Hidden states of the measured tokens in the original and in the converted model, and of the calibration tokens in
     the original.
 
-    Without tokens the methods do nothing.
+    Without tokens the methods do nothing. config and converted are the models' keywords; the number of kv heads is
+    that of the tensors.
     """
 
-    def __init__(self, config: dict[str, Any], measured: Tensor | None, calibration: Tensor | None) -> None:
-        self._config, self._measured, self._calibration = config, measured, calibration
+    def __init__(
+        self,
+        config: dict[str, Any],
+        measured: Tensor | None,
+        calibration: Tensor | None,
+        converted: dict[str, Any] | None = None,
+    ) -> None:
+        self._config, self._converted = config, converted or config
+        self._measured, self._calibration = measured, calibration
         self._old = self._new = self._seen = None
         self.tokens = 0 if measured is None else measured.numel()
         self.learns = calibration is not None
 
-    def embed_tokens(self, table: Tensor) -> None:  # [vocab_size, E]
+    def embed_tokens(self, table: Tensor, converted: Tensor | None = None) -> None:  # [vocab_size, E]
         if self._measured is not None:
-            self._old = self._new = F.embedding(self._measured, table).float()
+            self._old = _embed(self._config, self._measured, table)
+            self._new = self._old if converted is None else _embed(self._converted, self._measured, converted)
         if self._calibration is not None:
-            self._seen = F.embedding(self._calibration, table).float()
+            self._seen = _embed(self._config, self._calibration, table)
 
     @torch.no_grad()
     def attention_input(self, prefix: str, layer: dict[str, Tensor]) -> Tensor | None:
         """The input of the layer's attention for the calibration tokens, [tokens, E]."""
-        return None if self._seen is None else self._block(prefix, layer).input_layernorm(self._seen).flatten(0, 1)
+        if self._seen is None:
+            return None
+        return _block(self._config, prefix, layer).input_layernorm(self._seen).flatten(0, 1)
 
     @torch.no_grad()
-    def pass_layer(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """Passes the states through one layer; `old` and `new` hold its tensors, whose names begin with `prefix`."""
-        if self._old is None:
+    def pass_layer(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor] | None) -> None:
+        """Passes the states through one layer; `old` and `new` hold its tensors, whose names begin with `prefix`.
+        Without `new` only those of the calibration tokens."""
+        if self._old is None and self._seen is None:
             return
-        block = self._block(prefix, old)
-        self._old = block(self._old)
+        block = _block(self._config, prefix, old)
         if self._seen is not None:
             self._seen = block(self._seen)
-        self._new = self._block(prefix, new)(self._new)
+        if self._old is not None and new is not None:
+            self._old = block(self._old)
+            self._new = _block(self._converted, prefix, new)(self._new)
 
     @torch.no_grad()
-    def perplexities(self, read: Callable[[str], Tensor]) -> tuple[float | None, float | None]:
-        """Perplexity of the original and of the converted model."""
+    def perplexities(
+        self, read: Callable[[str], Tensor], converted: Callable[[str], Tensor] | None = None
+    ) -> tuple[float | None, float | None]:
+        """Perplexity of the original and of the converted model; the functions read the tensors outside of layers."""
         if self._old is None:
             return None, None
-        weight = read("model.norm.weight").float()
-        head = read("model.embed_tokens.weight" if self._config["tie_embeddings"] else "lm_head.weight").float()
-        return tuple(self._perplexity(states, weight, head) for states in (self._old, self._new))
+        return (
+            self._perplexity(self._config, self._old, read),
+            self._perplexity(self._converted, self._new, converted or read),
+        )
 
-    def _perplexity(self, states: Tensor, weight: Tensor, head: Tensor) -> float:
-        normed = F.rms_norm(states[:, :-1], weight.shape, weight, self._config["eps"]).flatten(0, 1)
+    def _perplexity(self, config: dict[str, Any], states: Tensor, read: Callable[[str], Tensor]) -> float:
+        weight = read("model.norm.weight").float()
+        head = read("model.embed_tokens.weight" if config["tie_embeddings"] else "lm_head.weight").float()
+        normed = F.rms_norm(states[:, :-1], weight.shape, weight, config["eps"]).flatten(0, 1) * config["logit_scale"]
         wanted = self._measured[:, 1:].flatten()
         losses = [
             F.cross_entropy(rows @ head.T, ids, reduction="sum").double()
@@ -118,11 +136,17 @@ class Streams:
         ]
         return math.exp(min(700.0, (sum(losses) / wanted.numel()).item()))
 
-    def _block(self, prefix: str, tensors: dict[str, Tensor]) -> DecoderBlock:
-        """The layer as a DecoderBlock in fp32."""
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        kv_heads = tensors["self_attn.k_proj.weight"].shape[0] // self._config["head_dim"]
-        sizes = {"num_layers": 1, "vocab_size": 1, "num_kv_heads": kv_heads}
-        block: nn.Module = CausalLM(**(self._config | sizes), device="meta").layers[0]
-        block.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
-        return block.eval()
+
+def _embed(config: dict[str, Any], ids: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(ids, table).float() * config["embed_scale"]
+
+
+def _block(config: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> DecoderBlock:
+    """The layer as a DecoderBlock in fp32."""
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    sizes: dict[str, Any] = {"num_layers": 1, "vocab_size": 1}
+    if config["latent"] is None:
+        sizes["num_kv_heads"] = tensors["self_attn.k_proj.weight"].shape[0] // config["head_dim"]
+    block: nn.Module = CausalLM(**(config | sizes), device="meta").layers[0]
+    block.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    return block.eval()

@@ -190,6 +190,7 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
     return {
         "teacher": str(teacher.absolute()),
         "kv_heads": checkpoint.config["num_kv_heads"],
+        "latent": checkpoint.config["latent"],
         "text": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "length": args.length,
         "learning_rate": args.learning_rate,
