@@ -21,7 +21,7 @@ include_patterns = [
 ]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "extension"]
 
-smartquotes = False  # texts of pages and links begin with quotes
+smartquotes_action = "De"  # dashes and dots; quotes stay straight, as some stand before links
 html_theme = "furo"
 html_title = "attnpack"
 html_copy_source = False

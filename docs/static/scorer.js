@@ -1,7 +1,10 @@
-// How the search ranks pages: the course and the guide before the API, and the C++ headers last.
+// How the search ranks pages: the course and the guide before the API, and what is of C++ last.
 var Scorer = {
   score: ([page, title, anchor, descr, score, file, kind]) => {
-    const places = [["notebooks/", 8], ["docs/api/cpp/", -12], ["docs/api/python/reference", -6], ["docs/api/", 0], ["docs/", 5]];
+    const places = [
+      ["notebooks/", 8], ["docs/api/cpp/", -12], ["docs/api/python/cpp", -6], ["docs/api/python/reference", -6],
+      ["docs/api/", 0], ["docs/", 5],
+    ];
     const place = places.find(([folder]) => page.startsWith(folder));
     return score + (place ? place[1] : 0);
   },
