@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from attnpack import _C, attention, reference  # noqa: E402
 
+os.environ.setdefault("ATTNPACK_CUDA", "own")  # not torch's kernels in place of ours
+
 MOST_ERROR = 2e-2
 # The kernels of Hopper, in place of which others run elsewhere and with ATTNPACK_CUDA_SM90=0.
 ON_SM90 = {
@@ -34,29 +36,48 @@ def make_cases(device: str) -> Iterator[Case]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
+    def there(settings):
+        return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
+
     def pair(query, key, value, **settings):
-        here = functools.partial(attention, *(x.to(device) for x in (query, key, value)), **settings)
+        here = functools.partial(attention, *(x.to(device) for x in (query, key, value)), **there(settings))
         exact = functools.partial(reference.attention, *(x.double() for x in (query, key, value)), **settings)
         return here, exact
+
+    def gradients(tensors, **settings):
+        def gradient(attend, where, dtype):
+            leaves = [x.to(where, dtype).requires_grad_() for x in tensors]
+            out = attend(*leaves, **(there(settings) if where == device else settings))
+            # Sums of squares of numbers that are none would be none: rows that see a NaN are left out.
+            total = out.nan_to_num(0).square().sum()
+            return torch.cat([x.flatten() for x in torch.autograd.grad(total, leaves)]).nan_to_num(0)
+
+        return (
+            functools.partial(gradient, attention, device, torch.bfloat16),
+            functools.partial(gradient, reference.attention, "cpu", torch.float64),
+        )
 
     query, key, value = draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128)
     yield "decode", ("decode_kernel", "merge_kernel"), *pair(query, key, value)
     query, key, value = draw(1, 8, 300, 128), draw(1, 2, 300, 128), draw(1, 2, 300, 128)
     yield "prefill", ("prefill_kernel",), *pair(query, key, value, causal=True)
-    tensors = (query, key, value)
-
-    def gradient(attend, where, dtype):
-        leaves = [x.to(where, dtype).requires_grad_() for x in tensors]
-        out = attend(*leaves, causal=True)
-        return torch.cat([x.flatten() for x in torch.autograd.grad(out.square().sum(), leaves)])
-
-    ours = functools.partial(gradient, attention, device, torch.bfloat16)
-    yield (
-        "backward",
-        ("gradient_mma_kernel",),
-        ours,
-        functools.partial(gradient, reference.attention, "cpu", torch.float64),
-    )
+    yield "backward", ("gradient_mma_kernel",), *gradients((query, key, value), causal=True)
+    few = [x[:, :heads, :140].contiguous() for x, heads in ((query, 4), (key, 1), (value, 1))]
+    poisoned = [few[0], *(x.clone().index_fill_(2, torch.arange(90, 140), torch.nan) for x in few[1:])]
+    lens = torch.tensor([90])
+    yield "NaN behind the keys", ("prefill_kernel",), *pair(few[0], few[1], poisoned[2], kv_lens=lens)
+    yield "backward, NaN behind the keys", ("gradient_mma_kernel",), *gradients(poisoned, kv_lens=lens)
+    mask = torch.rand(300, 300, generator=generator) < 0.7
+    yield "mask and cap", ("prefill_kernel",), *pair(query, key, value, mask=mask, softcap=3.0)
+    for dim in (64, 256):
+        query, key, value = draw(1, 4, 200, dim), draw(1, 2, 200, dim), draw(1, 2, 200, dim)
+        yield f"prefill, D {dim}", ("prefill_kernel",), *pair(query, key, value, causal=True)
+        if dim == 64:
+            yield "backward, D 64", ("gradient_mma_kernel",), *gradients((query, key, value), causal=True)
+    empty = draw(2, 4, 64, 128), draw(2, 2, 0, 128), draw(2, 2, 0, 128)
+    yield "no keys", (), *pair(*empty)
+    yield "no keys, backward", (), *gradients(empty)
+    yield "no queries, backward", (), *gradients((draw(2, 4, 0, 64), draw(2, 2, 64, 64), draw(2, 2, 64, 64)))
     query, latent = draw(1, 16, 1, 576), draw(1, 1, 700, 576).to(device)
     exact = functools.partial(
         reference.attention, query.double(), latent.cpu().double(), latent.cpu().double()[..., :512]
@@ -67,8 +88,11 @@ def make_cases(device: str) -> Iterator[Case]:
 
 
 def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest error, as a share of the largest number."""
-    return ((got.cpu().double() - wanted).abs().max() / wanted.abs().max()).item()
+    """The largest error, as a share of the largest number; NaN where the results have different NaN."""
+    got = got.cpu().double()
+    if not got.numel() or not wanted.any():
+        return float(got.any())
+    return ((got - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def kernel_names(call: Callable) -> set[str]:
@@ -92,7 +116,7 @@ def main(names: bool) -> int:
             wanted = [ON_SM90.get(kernel, kernel) if has_sm90 else kernel for kernel in kernels]
             missing = [kernel for kernel in wanted if not any(kernel in each for each in seen)]
         failures += bool(missing) or not error < MOST_ERROR
-        print(f"{name:<10} largest error {error:.1e} of the largest number{', MISSING ' if missing else ''}"
+        print(f"{name:<30} largest error {error:.1e} of the largest number{', MISSING ' if missing else ''}"
               f"{' '.join(missing)}")  # fmt: skip
     return int(failures > 0)
 

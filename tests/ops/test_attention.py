@@ -7,12 +7,14 @@ from attnpack import attention, attention_scores, reference
 from op_cases import (
     COVERING,
     DTYPES,
+    EMPTY,
     INF,
     check_against_reference,
     compute_results,
     describe,
     draw,
     laid_out,
+    make_empty,
     make_inputs,
 )
 from processes import run_python
@@ -331,21 +333,15 @@ def test_probs_times_value_is_attention():
 
 # ---- edges ---------------------------------------------------------------------------
 
-FULL = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": 3, "kv_len": 5, "head_dim": 8, "v_head_dim": 6}
-EMPTY = ["batch", "num_heads", "num_heads num_kv_heads", "q_len", "kv_len", "q_len kv_len", "head_dim", "v_head_dim"]
-
 
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("empty", EMPTY)
 def test_empty_dimensions_forward_and_backward(empty, prefill):
-    size = FULL | {"q_len": 50 if prefill else 3} | dict.fromkeys(empty.split(), 0)
-    shape = [size[n] for n in ("batch", "num_heads", "q_len", "kv_len")]
-    q = draw(*shape[:3], size["head_dim"]).requires_grad_()
-    k = draw(size["batch"], size["num_kv_heads"], size["kv_len"], size["head_dim"]).requires_grad_()
-    v = draw(size["batch"], size["num_kv_heads"], size["kv_len"], size["v_head_dim"]).requires_grad_()
-    mask, sinks = draw(*shape).requires_grad_(), draw(size["num_heads"]).requires_grad_()
+    q, k, v = (x.requires_grad_() for x in make_empty(empty, q_len=50 if prefill else 3))
+    mask = draw(*q.shape[:3], k.size(2)).requires_grad_()
+    sinks = draw(q.size(1)).requires_grad_()
     leaves = (q, k, v, mask, sinks)
-    settings = {"causal": True, "q_offset": 2, "kv_lens": torch.full((size["batch"],), size["kv_len"] // 2)}
+    settings = {"causal": True, "q_offset": 2, "kv_lens": torch.full((q.size(0),), k.size(2) // 2)}
     results = []
     for attend in (attention, reference.attention):
         out, lse = attend(q, k, v, mask, sinks=sinks, return_lse=True, scale=0.5, **settings)

@@ -16,6 +16,8 @@ from torch import Tensor
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # (query heads, kv heads, head map)
+# Dimensions that are 0 at once (make_empty).
+EMPTY = ["batch", "num_heads", "num_heads num_kv_heads", "q_len", "kv_len", "q_len kv_len", "head_dim", "v_head_dim"]
 HEADS = {
     "one": (1, 1, None),
     "mha": (3, 3, None),
@@ -296,3 +298,15 @@ def describe(case: dict) -> str:
 
 
 COVERING = list(covering(AXES))
+
+
+def make_empty(empty: str, *, q_len: int, dtype: torch.dtype = torch.float32, dim: int = 8) -> list[torch.Tensor]:
+    """Query, key and value of which these dimensions are 0."""
+    full = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "q_len": q_len, "kv_len": 5, "head_dim": dim}
+    size = full | {"v_head_dim": 6 if dim == 8 else dim} | dict.fromkeys(empty.split(), 0)
+    names = [
+        ("num_heads", "q_len", "head_dim"),
+        ("num_kv_heads", "kv_len", "head_dim"),
+        ("num_kv_heads", "kv_len", "v_head_dim"),
+    ]
+    return [draw(size["batch"], *(size[name] for name in dims), dtype=dtype) for dims in names]
