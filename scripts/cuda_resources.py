@@ -1,8 +1,8 @@
 """Prints the resources of each CUDA kernel from ptxas -v; the exit code is 1 if a kernel spills more than the limit.
 
 Some kernels have limits of their own. An H200 timed those of Hopper with more spills than these
-(benchmarks/results/cuda_sm90.txt). Plain prefill of head_dim 128 spills most on sm_100, where torch's kernel runs in its
-place by default (ops/cuda/torch_kernels.cpp).
+(benchmarks/results/cuda_sm90.txt). Plain prefill of head_dim 128 spills most on sm_100, where torch's kernel runs in
+its place by default (ops/cuda/torch_kernels.cpp).
 
 python scripts/cuda_resources.py LIMIT LOG ...
 """
