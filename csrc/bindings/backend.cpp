@@ -1,6 +1,7 @@
 #include <attnpack/backend/detail/hooks.h>
 #include <attnpack/backend/linear.h>
 #include <attnpack/backend/sdpa.h>
+#include <attnpack/ops/detail/torch_kernels.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
 
@@ -54,6 +55,13 @@ void register_backend(py::module_& m) {
   define_replacement(m, "linear", &enable_linear, &linear_enabled, &linear_report, &reset_linear_report,
                      &set_linear_hook);
   m.def("set_takes_hook", &set_takes);
+  m.def("cuda_choice", &describe_cuda_choice);
+  m.def("torch_kernel_report", [] {
+    py::dict report;
+    for (const auto& [name, calls] : torch_kernel_report()) report[py::str(name)] = calls;
+    return report;
+  });
+  m.def("reset_torch_kernel_report", &reset_torch_kernel_report);
 }
 
 }  // namespace attnpack

@@ -45,6 +45,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
             "built": build.get("instruction_sets", "none").split(";"),
         },
         "linear": None if failure else _native().linear_kernels(),
+        "cuda": None if failure else _native().backend.cuda_choice(),
         "threads": torch.get_num_threads(),
         "cuda_devices": [] if failure else _cuda_devices(),
         "replaced": [] if failure else _replaced(),
@@ -74,7 +75,7 @@ def _replaced() -> list[str]:
     """The functions of torch that run on the operator in this process (attnpack.backend)."""
     from .backend import report
 
-    return [name for name, state in report().items() if state["enabled"]]
+    return [name for name, state in report().items() if state.get("enabled")]
 
 
 def _cuda_devices() -> list[dict[str, Any]]:
@@ -109,6 +110,7 @@ def _lines(info: dict[str, Any]) -> list[str]:
         ("compiler", info["compiler"]),
         ("instruction set", f"{isa['chosen'] or 'none'}, of {', '.join(isa['built'])}"),
         ("linear layers", info["linear"] or "none"),
+        ("cuda kernels", info["cuda"] or "none"),
         ("threads", info["threads"]),
         ("replaced", ", ".join(info["replaced"]) or "nothing of torch: attnpack.backend.enable() does it"),
     ]

@@ -6,10 +6,23 @@ import os
 
 import pytest
 import torch
-from attnpack import _C, _load, apply_rope, attention, attention_varlen, reference
+from attnpack import _C, _load, apply_rope, attention, attention_varlen, backend, reference
 from attnpack.nn.linear import project
 from attnpack.ops import dequantize_rows, quantize_rows
-from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, compute_results, describe, draw, make_inputs
+from op_cases import (
+    COVERING,
+    DTYPES,
+    EMPTY,
+    INF,
+    NAN,
+    Inputs,
+    check,
+    compute_results,
+    describe,
+    draw,
+    make_empty,
+    make_inputs,
+)
 from torch.testing import assert_close
 
 if not torch.cuda.is_available():
@@ -19,6 +32,12 @@ if not torch.cuda.is_available():
 pytestmark = pytest.mark.filterwarnings("error:attnpack:UserWarning")
 
 HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def our_kernels(monkeypatch):
+    """Plain calls run on our kernels on every device, but in the test of torch's."""
+    monkeypatch.setenv("ATTNPACK_CUDA", "own")
 
 
 def on_device(x):
@@ -97,6 +116,34 @@ def test_our_kernels_run(kernels, heads, lengths, dims):
     for kernel in kernels:
         wanted = ON_SM90.get(kernel, kernel) if HAS_SM90 else kernel
         assert any(wanted in name for name in names), names
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_kernels_give_our_results(causal, monkeypatch):
+    """Where the table names a kernel of torch (docs/cuda.md)."""
+    monkeypatch.setenv("ATTNPACK_CUDA", "fastest")
+    backend.reset_report()
+    check_on_device(make_inputs(torch.bfloat16, "gqa", (130, 130), (64, 64), positions={"causal": causal}))
+    ran = backend.report()["cuda"]["ran_torch"]
+    wanted = {(8, 0): "flash", (8, 6): "flash", (8, 9): "flash", (12, 0): "flash", (10, 0): "cudnn", (10, 3): "cudnn"}
+    name = wanted.get(torch.cuda.get_device_capability())
+    assert set(ran) == ({f"{name}, forward", f"{name}, backward"} if name else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("q_len", [3, 50])
+@pytest.mark.parametrize("empty", EMPTY)
+def test_empty_tensors(empty, q_len, dtype):
+    """No kernel starts without blocks, and the driver refuses maps of size 0."""
+    results = []
+    for where in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        leaves = [x.to(where).requires_grad_() for x in make_empty(empty, q_len=q_len, dtype=dtype, dim=64)]
+        out, lse = attention(*leaves, causal=True, q_offset=2, scale=0.5, return_lse=True)
+        gradients = torch.autograd.grad(out.sum() + lse.sum(), leaves, allow_unused=True)
+        results.append([out, lse, *gradients])
+    for here, there in zip(*results, strict=True):
+        assert_close(here.cpu(), there, atol=0.05 if dtype == torch.bfloat16 else 1e-5, rtol=0.05)
 
 
 @pytest.mark.parametrize("case", COVERING, ids=describe)

@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from attnpack import _load
+from attnpack import _load, backend, installation
 from attnpack.tools import info
 from processes import ROOT, needs, run_program
 
@@ -247,3 +247,15 @@ def test_the_cuda_library_is_loaded_only_where_torch_has_cuda():
     if torch.version.cuda is None:
         assert not library["loaded"] and library["why"] == "this torch has no CUDA"
     assert _load.load_cuda() is library["loaded"]
+
+
+def test_info_and_report_say_which_kernels_plain_calls_run(monkeypatch):
+    monkeypatch.delenv("ATTNPACK_CUDA", raising=False)
+    assert info.collect_info()["cuda"].startswith("fastest: torch's kernels for plain 16-bit calls on ")
+    assert backend.report()["cuda"]["ran_torch"] == {}
+    monkeypatch.setenv("ATTNPACK_CUDA", "own")
+    assert backend.report()["cuda"]["kernels"] == "own: attnpack's kernels, by ATTNPACK_CUDA"
+    assert f"{'cuda kernels':<20} own: attnpack's kernels" in "\n".join(installation._lines(info.collect_info()))
+    monkeypatch.setenv("ATTNPACK_CUDA", "fast")
+    with pytest.raises(ValueError, match="ATTNPACK_CUDA is 'fast', wants own or fastest"):
+        backend.report()

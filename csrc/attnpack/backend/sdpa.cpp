@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
 
@@ -16,6 +17,7 @@
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cuda/kernels/table.h>
 #include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/torch_kernels.h>
 #include <attnpack/ops/detail/unknown_sizes.h>
 
 namespace attnpack {
@@ -36,7 +38,8 @@ ReplaceableFunction& replaceable_sdpa() {
        "no kernel of attnpack runs on the device, or the devices differ", "the sizes do not fit each other",
        "the numbers of heads do not fit each other", "the mask does not fit, or there is causality too",
        "dropout_p is outside of [0, 1)", "the scale is not finite",
-       "torch.nn.attention.sdpa_kernel chose other backends", "nn.MultiheadAttention is to return its weights"});
+       "torch.nn.attention.sdpa_kernel chose other backends", "nn.MultiheadAttention is to return its weights",
+       "torch's own kernel is faster on the device"});
   return function;
 }
 
@@ -198,6 +201,21 @@ bool is_chosen(bool fused) {
   return context.userEnabledFlashSDP() && (fused || context.userEnabledMathSDP());
 }
 
+// Whether torch's own kernel is faster, by a table (ops/detail/torch_kernels.h).
+bool torch_is_faster(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                     double dropout_p, bool is_causal, bool fused) {
+  const CudaKernels* kernels = cuda_kernels(query.device().index());
+  if (!kernels || !fused || cuda_choice() == CudaChoice::kOwn) return false;
+  AttentionArguments args;
+  args.mask = mask;
+  args.causal = is_causal;
+  args.dropout_p = dropout_p;
+  TorchCall call{};
+  if (!is_plain_call(*kernels, query, key, value, args, &call)) return false;
+  call.gradients = torch::autograd::compute_requires_grad(query, key, value);
+  return sdpa_is_faster(call);
+}
+
 // x with dims of size 1 before its own.
 Tensor with_dims(Tensor x, int64_t dims) {
   while (x.dim() < dims) x = x.unsqueeze(0);
@@ -216,6 +234,8 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const O
   Reason reason = why_not(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, sizes);
   const bool fused = reason == Reason::kNone && torch_would_fuse(query, key, value, mask, dropout_p, enable_gqa);
   if (reason == Reason::kNone && !is_chosen(fused)) reason = Reason::kChoice;
+  if (reason == Reason::kNone && torch_is_faster(query, key, value, mask, dropout_p, is_causal, fused))
+    reason = Reason::kFaster;
   count_call(reason);
   if (reason != Reason::kNone)
     return at::native::scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);

@@ -67,7 +67,9 @@ def enable(name: str) -> Replacement:
 
     Args:
         name: "sdpa" for `torch.nn.functional.scaled_dot_product_attention`. Its meaning, its gradients and its errors
-            stay those of torch. A call that the operator does not take is passed on to torch (see `report`).
+            stay those of torch. A call that the operator does not take is passed on to torch (see `report`). On CUDA,
+            so are plain calls in 16 bits where a table says that torch's kernel is faster; `ATTNPACK_CUDA=own` in the
+            environment keeps them.
             `nn.MultiheadAttention` and `nn.TransformerEncoder` in eval mode call a function of their own, which is
             replaced too. There are two differences: an excluded key that holds NaN has no influence, and in these
             modules a row without keys attends nothing, where torch gives NaN.
@@ -110,11 +112,14 @@ def report() -> dict[str, dict[str, Any]]:
         For each function {"enabled": whether it is replaced now, "taken": calls that ran on the operator, "passed_on":
         {reason: calls that torch ran}}. A compiled graph counts when it is traced, not when it runs. "varlen" has no
         numbers: torch has no kernels of its own for such calls on the CPU.
+        "cuda": {"kernels": which kernels plain 16-bit calls of the operator run on CUDA (`ATTNPACK_CUDA` chooses),
+        "ran_torch": {kernel of torch: calls that it ran}}.
     """
     return {
         "sdpa": {"enabled": _C.backend.sdpa_enabled(), **_C.backend.sdpa_report()},
         "linear": {"enabled": _C.backend.linear_enabled(), **_C.backend.linear_report()},
         "varlen": {"enabled": varlen.is_enabled()},
+        "cuda": {"kernels": _C.backend.cuda_choice(), "ran_torch": _C.backend.torch_kernel_report()},
     }
 
 
@@ -122,6 +127,7 @@ def reset_report() -> None:
     """Sets the numbers of `report` to 0."""
     _C.backend.reset_sdpa_report()
     _C.backend.reset_linear_report()
+    _C.backend.reset_torch_kernel_report()
 
 
 _FUNCTIONS: dict[str, Callable[[], Any]] = {

@@ -128,6 +128,7 @@ class EmulatedBlock {
   }
   size_t cell_of(int32_t barrier) const { return kBarrierCells + barrier; }
   char* race_cell(int32_t barrier) { return races_.cell(cell_of(barrier)); }
+  char* asynchronous_view() { return races_.asynchronous_view(); }
   void arrive(int32_t number, int64_t bytes) {
     me().race.release_cell(races_, cell_of(number));
     const Unseen unseen;

@@ -4,8 +4,8 @@
 
 // The operations of device_sm90.cuh on the emulated block. Products read their operands when they are waited for, and
 // copies of boxes land when the scheduler draws them, or when nothing else can run. The layout of operands in shared
-// memory is written from the PTX ISA, without the helpers of the kernels. Not modelled: which stores products and
-// copies see (fence_stores), and the number of registers.
+// memory is written from the PTX ISA, without the helpers of the kernels. Under ThreadSanitizer a product that reads a
+// store without fence_stores is a race too. Not modelled: the number of registers.
 namespace attnpack::cuda {
 
 struct TileMap {
@@ -39,13 +39,16 @@ inline void copy_box(void* panel, const TileMap& map, Barrier& barrier, int colu
       const int place = r * kRowBytes + (2 * c ^ (r % 8) * 16);
       std::memcpy(box.data() + place, from, 2);
     }
-  emulated().me().race.write_box(to, static_cast<int>(box.size()), emulated().race_cell(barrier.number));
+  emulated().me().race.write_box(to, static_cast<int>(box.size()), emulated().race_cell(barrier.number),
+                                 emulated().asynchronous_view());
   const Unseen unseen;
   emulated().fill_garbage(to, box.size());
   emulated().add_box(to, std::move(box), barrier.number);
 }
 
-inline void fence_stores() {}
+inline void fence_stores(Site at = Site::current()) {
+  if (!Sites::all().leaves_out(at)) emulated().me().race.fence_stores(emulated().asynchronous_view());
+}
 inline void sync_threads(int number, int threads, Site at = Site::current()) {
   if (!Sites::all().leaves_out(at)) emulated().sync_threads(number, threads);
 }
@@ -105,7 +108,7 @@ inline void note_reads(const SharedMatrix& m, int rows, int columns) {
   if (thread_id() / 32 % 4) return;
   for (int r = thread_id() % 32; r < rows; r += 32)
     for (int c = 0; c < columns; c += 8) {
-      emulated().me().race.read_operand(m.at(r, c), 16);
+      emulated().me().race.read_operand(m.at(r, c), 16, emulated().asynchronous_view());
       const Unseen unseen;
       emulated().check_landed(reinterpret_cast<const char*>(m.at(r, c)), 16);
     }

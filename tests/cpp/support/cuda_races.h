@@ -49,25 +49,31 @@ class Races {
   char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
   char* cell(size_t of) { return &cells_[of][0]; }
   void* done() { return &done_; }
+  // What the asynchronous proxy sees of shared memory: fenced stores, and boxes.
+  char* asynchronous_view() { return &view_; }
 
  private:
   void* scheduler_ = nullptr;
   // The warps' cells, then the block's; further on those of other barriers.
-  char cells_[128][2] = {}, done_ = 0;
+  char cells_[128][2] = {}, done_ = 0, view_ = 0;
 };
 
 // A CUDA thread, and the unit that makes its asynchronous copies. A copy comes after what the thread did before it
-// started it, and before what the thread does after it has waited for the copy's group; nothing else orders it.
+// started it, and before what the thread does after it has waited for the copy's group; nothing else orders it. A third
+// fiber stands for the asynchronous proxy, by which products read shared memory: barriers do not order stores for it,
+// only fences do.
 class RaceFiber {
  public:
   void make() {
     fiber_ = __tsan_create_fiber(0);
     copier_ = __tsan_create_fiber(0);
+    proxy_ = __tsan_create_fiber(0);
     phases_[0] = phases_[1] = open_ = landed_ = open_products_ = landed_products_ = 0;
   }
   void destroy() {
     __tsan_destroy_fiber(fiber_);
     __tsan_destroy_fiber(copier_);
+    __tsan_destroy_fiber(proxy_);
   }
   ATTNPACK_UNSEEN void start_copy(void* to, const void* from, int bytes) {
     __tsan_release(&issued_);
@@ -81,19 +87,25 @@ class RaceFiber {
   ATTNPACK_UNSEEN void close_group() { ++open_; }
   ATTNPACK_UNSEEN void land_group() { __tsan_acquire(&groups_[landed_++ % kGroups]); }
   // The thread's earlier accesses come first, then a box is written, then its barrier's phase ends.
-  ATTNPACK_UNSEEN void write_box(void* to, int bytes, char* cell) {
+  ATTNPACK_UNSEEN void write_box(void* to, int bytes, char* cell, char* view) {
     __tsan_release(&issued_);
     __tsan_switch_to_fiber(copier_, kNoOrder);
     __tsan_acquire(&issued_);
     __tsan_write_range(to, bytes);
     __tsan_release(cell);
+    __tsan_release(view);
     __tsan_switch_to_fiber(fiber_, kNoOrder);
   }
+  ATTNPACK_UNSEEN void fence_stores(char* view) { __tsan_release(view); }
   // Products read beside the thread, which waits for groups of them.
-  ATTNPACK_UNSEEN void read_operand(const void* from, int bytes) {
+  ATTNPACK_UNSEEN void read_operand(const void* from, int bytes, char* view) {
     __tsan_release(&issued_);
     __tsan_switch_to_fiber(copier_, kNoOrder);
     __tsan_acquire(&issued_);
+    __tsan_read_range(const_cast<void*>(from), bytes);
+    __tsan_release(&products_[open_products_ % kGroups]);
+    __tsan_switch_to_fiber(proxy_, kNoOrder);
+    __tsan_acquire(view);
     __tsan_read_range(const_cast<void*>(from), bytes);
     __tsan_release(&products_[open_products_ % kGroups]);
     __tsan_switch_to_fiber(fiber_, kNoOrder);
@@ -108,7 +120,7 @@ class RaceFiber {
 
  private:
   static constexpr int kGroups = 4;
-  void *fiber_ = nullptr, *copier_ = nullptr;
+  void *fiber_ = nullptr, *copier_ = nullptr, *proxy_ = nullptr;
   int phases_[2], open_, landed_, open_products_, landed_products_;
   char issued_ = 0, groups_[kGroups] = {}, products_[kGroups] = {};
 };
@@ -137,6 +149,7 @@ struct Unseen {
 
 struct Races {
   char* cell(size_t) { return nullptr; }
+  char* asynchronous_view() { return nullptr; }
   void begin() {}
   void enter_scheduler() {}
   void end() {}
@@ -148,8 +161,9 @@ struct RaceFiber {
   void start_copy(void*, const void*, int) {}
   void close_group() {}
   void land_group() {}
-  void write_box(void*, int, char*) {}
-  void read_operand(const void*, int) {}
+  void write_box(void*, int, char*, char*) {}
+  void fence_stores(char*) {}
+  void read_operand(const void*, int, char*) {}
   void close_products() {}
   void land_products() {}
   void release_cell(Races&, size_t) {}

@@ -81,9 +81,16 @@ class EmulatedKernels {
  public:
   explicit EmulatedKernels(const Device& device = {8, 227 * 1024}) {
     emulated_device() = device;
-    static constexpr CudaKernels kTable{[](int) { return true; }, emulated_plan,     emulated_forward,
-                                        emulated_reads_source,    emulated_backward, emulated_place,
-                                        emulated_quantize,        nullptr,           nullptr};
+    static constexpr CudaKernels kTable{[](int) { return true; },
+                                        emulated_plan,
+                                        emulated_forward,
+                                        emulated_reads_source,
+                                        emulated_backward,
+                                        emulated_place,
+                                        emulated_quantize,
+                                        nullptr,
+                                        nullptr,
+                                        [](int) { return emulated_device().capability; }};
     set_cuda_kernels(&kTable);
   }
   ~EmulatedKernels() { set_cuda_kernels(nullptr); }

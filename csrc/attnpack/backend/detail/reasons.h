@@ -17,6 +17,7 @@ enum class Reason {
   kScale,
   kChoice,
   kWeights,
+  kFaster,
 };
 
 // Counts a call for sdpa_report; kNone: the operator took it.

@@ -6,6 +6,7 @@
 #include <attnpack/ops/cuda/run_attention.h>
 #include <attnpack/ops/cuda/selected_keys.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/torch_kernels.h>
 
 namespace attnpack {
 
@@ -59,6 +60,7 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
   if (args.key_index) return attend_selected_keys_cuda(query, key, value, args);
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key.size(2))) return attention_composed(query, key, value, args);
+  if (const auto result = attend_by_torch(*kernels, query, key, value, args)) return *result;
   CudaAttention call = prepare_cuda_attention(query, key, value, args);
   return run_cuda_forward(*kernels, call, query);
 }
@@ -74,6 +76,8 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key.size(2)))
     return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
+  if (const auto result = differentiate_by_torch(*kernels, grad_out, grad_lse, query, key, value, out, lse, args))
+    return *result;
   const Target target(query);
   const CudaAttention call = prepare_cuda_attention(query, key, value, args);
   PreparedBackward r = prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);

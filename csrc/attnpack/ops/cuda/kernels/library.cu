@@ -43,7 +43,9 @@ bool usable(int device) {
 }
 
 Device ask_device(int device) {
-  int count = 1, shared = 48 * 1024;
+  int count = 1, shared = 48 * 1024, major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   int before = 0;
@@ -51,7 +53,7 @@ Device ask_device(int device) {
   const bool sm90 = !(wanted && std::string_view(wanted) == "0") && cudaGetDevice(&before) == cudaSuccess &&
                     cudaSetDevice(device) == cudaSuccess && has_sm90_image();
   cudaSetDevice(before);
-  return {count, shared, sm90};
+  return {count, shared, sm90, 10 * major + minor};
 }
 
 Device describe_device(int device) {
@@ -93,7 +95,9 @@ const char* backward(const AttentionBackwardParams& bp, int64_t most_group, int 
                           : backward_exact(bp, most_group, device, stream);
 }
 
-constexpr CudaKernels kTable{usable, plan, forward, reads_source, backward, place, quantize, rope, linear};
+int capability(int device) { return describe_device(device).capability; }
+
+constexpr CudaKernels kTable{usable, plan, forward, reads_source, backward, place, quantize, rope, linear, capability};
 [[maybe_unused]] const bool registered = (set_cuda_kernels(&kTable), true);
 
 }  // namespace

@@ -48,6 +48,7 @@ constexpr int64_t kRowBytes = 24;                               // of a table of
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
   bool sm90 = false;                      // whether the kernels of sm90/ can run
+  int capability = 0;                     // 10 * major + minor
 };
 
 // Asynchronous copies take chunks of 16 bytes, which must not straddle rows.

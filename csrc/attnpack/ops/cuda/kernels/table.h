@@ -52,7 +52,7 @@ struct RopeParams {
 };
 
 struct CudaKernels {
-  // All functions but `usable` and `plan` return null, or a sentence about the error.
+  // All functions but `usable`, `plan` and `capability` return null, or a sentence about the error.
   bool (*usable)(int device);  // usable.h says when; asked once per device
   cuda::ForwardPlan (*plan)(const AttentionParams&, int64_t most_group, int device);
   const char* (*forward)(const AttentionParams&, const cuda::ForwardPlan&, void* workspace, int device, void* stream);
@@ -63,6 +63,7 @@ struct CudaKernels {
   const char* (*quantize)(const QuantizeParams&, RowsTo, int64_t rows, int device, void* stream);
   const char* (*rope)(const RopeParams&, int device, void* stream);
   const char* (*linear)(const LinearParams&, int device, void* stream);
+  int (*capability)(int device);  // 10 * major + minor of the compute capability
 };
 
 void set_cuda_kernels(const CudaKernels* kernels);
