@@ -72,7 +72,8 @@ def test_the_model_gives_its_attentions(pair):
 def test_every_known_class_is_tested():
     models = [make_model(family) for family in [*FAMILIES, *OLDER]]
     found = {type(module).__name__ for model in models for module in model.modules()}
-    elsewhere = {"Step3p7Attention", "Lfm2ShortConv"}  # below, and in test_recurrent_functions.py
+    recurrent = {"Lfm2ShortConv", "OlmoHybridGatedDeltaNet", "Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer"}
+    elsewhere = {"Step3p7Attention", *recurrent}  # below, and in test_recurrent_functions.py
     assert attnpack.hf.hf_layers.KNOWN.keys() - found == elsewhere
 
 

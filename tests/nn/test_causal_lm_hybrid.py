@@ -121,6 +121,26 @@ def test_a_model_of_linear_attention():
     assert model.generate(ids, max_new_tokens=4).equal(model.generate(ids, max_new_tokens=4, cache="none"))
 
 
+def test_layers_of_attention_get_fewer_kv_heads():
+    torch.manual_seed(0)
+    recurrent = {"kind": "mamba2", "num_v_heads": 4, "head_k_dim": 6, "head_v_dim": 8}
+    layers = [{}, {"recurrent": False}, {}]
+    model = attnpack.CausalLM(32, 24, 3, 4, hidden_dim=32, recurrent=recurrent, layer_settings=layers).eval()
+    made = attnpack.convert.to_gqa(model, 2)
+    before, after = model.state_dict(), made.state_dict()
+    merged = [
+        name for name in before if before[name].shape != after[name].shape or not torch.equal(before[name], after[name])
+    ]
+    assert merged == [f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv"]
+    pairs = before[merged[0]].unflatten(0, (2, 2, 6)).mean(1).flatten(0, 1)
+    assert_close(after[merged[0]], pairs)
+    ids = torch.randint(32, (2, 9))
+    assert made.generate(ids, max_new_tokens=4).equal(made.generate(ids, max_new_tokens=4, cache="none"))
+    pure = attnpack.CausalLM(32, 24, 2, 4, hidden_dim=32, recurrent=recurrent)
+    with pytest.raises(ValueError, match="model: got one whose layers are all recurrent, which have no kv heads"):
+        attnpack.convert.to_gqa(pure, 2)
+
+
 def test_wrong_options_are_named():
     for given, message in (
         ({"recurrent": {"kind": "mamba"}}, "recurrent: got kind 'mamba', want 'gated_delta_net', 'kimi_delta_"),

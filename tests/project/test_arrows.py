@@ -76,7 +76,7 @@ IMPORTS = {
     "nn/attention": [".", "ops", "cache", "nn"],
     "nn/recurrent": [".", "ops", "cache", "nn"],
     "checkpoints": [".", "nn"],
-    "convert": [".", "nn", "nn/attention", "checkpoints", "convert/checkpoint", "convert/uptrain"],
+    "convert": [".", "nn", "nn/attention", "nn/recurrent", "checkpoints", "convert/checkpoint", "convert/uptrain"],
     "convert/checkpoint": [".", "nn", "checkpoints", "convert"],
     "convert/uptrain": [".", "nn", "checkpoints", "convert", "convert/checkpoint"],
     "distributed": [".", "ops", "cache", "nn", "nn/attention"],

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include <attnpack/convert/detail/whole_model.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/state_dict.h>
@@ -105,6 +107,8 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
                  "model: got one with gates, whose rows belong to the places of its heads; merged heads ",
                  "are put in another order");
   const auto layers = model->resolved_layers();
+  ATTNPACK_CHECK(!std::all_of(layers.begin(), layers.end(), [](const auto& layer) { return layer.recurrent(); }),
+                 "model: got one whose layers are all recurrent, which have no kv heads to merge");
   for (const auto& layer : layers)
     ATTNPACK_CHECK(layer.head_dim() == source.head_dim() && layer.num_kv_heads() == source.num_kv_heads() &&
                        !layer.keys_as_values() && !layer.kv_from(),

@@ -15,6 +15,7 @@ from ..nn.attention import GroupedQueryAttention, MultiQueryAttention
 from ..nn.block import Block
 from ..nn.causal_lm import CausalLM
 from ..nn.native import NativeModule, give_parameters
+from ..nn.recurrent.base import RecurrentLayer
 from ..nn.stack import Decoder, Encoder, EncoderDecoder
 from .weights import Groups, LayerWeights, calibration_rows
 
@@ -62,7 +63,7 @@ def to_gqa(
     Args:
         module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention, also of `attnpack.cpp`. Or a block,
             a stack, an EncoderDecoder or a CausalLM (the last two also of `attnpack.cpp`), whose attention layers are
-            converted.
+            converted. Recurrent layers of a model stay as they are.
         num_kv_heads: the new number of key-value heads, at most the present number.
         method, window, groups, seed: as in `merge_kv_heads`. groups lists kv heads. Groups that are uneven or not
             consecutive give a head_map. A CausalLM has no head_map, so its query heads are reordered instead. With a
@@ -85,7 +86,8 @@ def to_gqa(
     _C.convert.refuse_calibration(calibration is not None)
     if isinstance(module, CausalLM):
         for layer in module.layers:
-            layer_weights(layer.self_attn)
+            if not isinstance(layer.self_attn, RecurrentLayer):  # they stay as they are
+                layer_weights(layer.self_attn)
         made = _C.convert.model_to_gqa(model=module._twin(), num_kv_heads=num_kv_heads, **settings, encoder=encoder)
         return CausalLM.from_cpp(made)
     if isinstance(module, cpp.CausalLM | cpp.EncoderDecoder):
