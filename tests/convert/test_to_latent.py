@@ -235,7 +235,7 @@ def test_what_latent_attention_has_not_is_named(settings, message):
     with pytest.raises(TypeError, match="module is"):
         convert.to_mla(torch.nn.Linear(2, 2), 4)
     with pytest.raises(TypeError, match="module is .*wants a single MultiHeadAttention"):
-        convert.to_mla(attnpack.CausalLM(8, 16, 1, 2), 4)
+        convert.to_mla(attnpack.FeedForward(8, 16), 4)
     with pytest.raises(TypeError, match="calibration is 1"):
         convert.to_mla(build(), 4, calibration=[1])
 

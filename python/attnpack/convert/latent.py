@@ -16,25 +16,18 @@ from .weights import calibration_rows
 
 
 class Factoring(TypedDict, total=False):
-    """Keywords of `to_mla`."""
+    """Keywords of `to_mla`: calibration is for layers, ids for models."""
 
     calibration: Tensor | Sequence[Tensor | None] | None
     length: int | None
     rope_dim: int | None
-
-
-class ModelFactoring(TypedDict, total=False):
-    """Keywords of `to_mla` for a model."""
-
     ids: Tensor | None
-    length: int | None
-    rope_dim: int | None
 
 
 @overload
-def to_mla(module: CausalLM, kv_lora_rank: int, **settings: Unpack[ModelFactoring]) -> CausalLM: ...
+def to_mla(module: CausalLM, kv_lora_rank: int, **settings: Unpack[Factoring]) -> CausalLM: ...
 @overload
-def to_mla(module: cpp.CausalLM, kv_lora_rank: int, **settings: Unpack[ModelFactoring]) -> cpp.CausalLM: ...
+def to_mla(module: cpp.CausalLM, kv_lora_rank: int, **settings: Unpack[Factoring]) -> cpp.CausalLM: ...
 @overload
 def to_mla(module: CPP_KINDS, kv_lora_rank: int, **settings: Unpack[Factoring]) -> cpp.MultiHeadLatentAttention: ...
 @overload
