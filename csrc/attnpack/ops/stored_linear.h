@@ -39,7 +39,8 @@ at::Tensor stored_rows(const at::Tensor& table,  // [rows, blocks, bytes] uint8
                        const at::Tensor& ids,    // [...] int32 or int64
                        at::ScalarType dtype);    // -> [..., in]
 
-// A weight in symmetric blocks of 32 numbers: Q8_0 for 8 bits, Q4_0 for 4. Raises for numbers that are not finite.
+// A weight in symmetric blocks of 32 numbers: Q8_0 for 8 bits, Q4_0 for 4. Each scale is the one of several that leaves
+// the smallest squared error. Raises for numbers that are not finite.
 at::Tensor to_stored(const at::Tensor& weight,  // [out, in], `in` a multiple of 32
                      int64_t bits);             // -> [out, in / 32, 34 or 18] uint8
 

@@ -68,8 +68,8 @@ def stored_rows(table: Tensor, ids: Tensor, dtype: torch.dtype = torch.float32) 
 def to_stored(weight: Tensor, bits: int) -> Tensor:
     """A weight [out, in] in symmetric blocks of 32 numbers with a scale in fp16: Q8_0 for 8 bits, Q4_0 for 4.
 
-    With 4 bits the number of the largest size becomes -8 scales. Raises for numbers that are not finite, and for rows
-    that are no multiple of 32.
+    Each scale is the one of several that leaves the smallest squared error; 8 bits try 16, 4 bits 8. Raises for numbers
+    that are not finite, and for rows that are no multiple of 32.
     """
     return _C.to_stored(weight, bits)
 
