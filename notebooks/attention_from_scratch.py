@@ -584,7 +584,7 @@ plt.show()
 # all layers.
 
 # %%
-attention_page(model, ids, words, layers=[11, 16, 18])
+attention_page(model, ids, words, layers=[11, 16, 18], name="SmolLM2-135M")
 
 # %% [markdown]
 # ## Summary
