@@ -124,10 +124,11 @@ walkthrough.one_query(words[: row + 1], query, keys, values, scores, weights)
 #
 # ## From heads to the layer's output
 #
-# One head gives one weighted sum. A layer has several heads, each with matrices of its own, so that a token can look
-# for several things. Here are the nine heads of this layer for the token "it"; thicker lines are larger weights.
-# Head 8 reads "cat", and others read "The" or "because". The nine outputs stand side by side, and one more matrix, the
-# **output projection**, makes a single vector of them. It is added to x:
+# One head gives one weighted sum. A layer has several heads, so that a token can look for several things. Each head has
+# its own query matrix. In this model three heads share the matrices of keys and values
+# ([grouped_query_attention](grouped_query_attention.ipynb) says why). Here are the nine heads of this layer for the
+# token "it"; thicker lines are larger weights. Head 8 reads "cat", and others read "The" or "because". The nine outputs
+# stand side by side, and one more matrix, the **output projection**, makes a single vector of them. It is added to x:
 
 # %%
 weights = attnpack.attention_scores(q, k, causal=True)[0, :, row, : row + 1]  # [9 heads, 5 tokens]
@@ -163,8 +164,9 @@ print("out:    ", [round(number, 2) for number in attnpack.attention(*small).fla
 torch.testing.assert_close(attnpack.attention(*small).flatten(), torch.tensor([2.02, 0.49]), atol=0.01, rtol=0)
 
 # %% [markdown]
-# The formula by hand, and by the operator. `attnpack.attention` never stores the matrix of weights: it walks over the
-# keys and keeps a running softmax. `attention_scores` gives the matrix, for those who want to look at it.
+# The next cell computes the formula by hand and by `attnpack.attention`, the library's operator. The operator never
+# stores the matrix of weights: it walks over the keys and keeps a running softmax. `attention_scores` gives the matrix,
+# for those who want to look at it.
 
 # %%
 q, k, v = torch.randn(3, 1, 1, 6, 16).unbind(0)  # [batch, heads, length, d]
@@ -425,9 +427,9 @@ assert moved.min() > 1e-3
 # A transformer is a stack of equal **blocks**, and a block has two parts:
 #
 # 1. **Attention**: tokens exchange information. This is the communication.
-# 2. **Feed-forward**: each token by itself computes with what it has heard. A matrix widens the vector (576 to 1,536
-#    numbers in SmolLM2), a function that is not linear follows, and a second matrix brings it back. This is the
-#    computation, and it has most of a block's weights.
+# 2. **Feed-forward**: each token by itself computes with what it has heard. Two matrices widen the vector (576 to
+#    1,536 numbers in SmolLM2). One result goes through a function that is not linear, and multiplies the other. A third
+#    matrix brings the product back to 576 numbers. This is the computation, and it has most of a block's weights.
 #
 # Each part has a **norm** before it, which brings its input to one size, and a **residual connection** around it: the
 # part does not replace x, it adds to it, $x + f(\text{norm}(x))$. So a token's vector is a sum that starts with its
@@ -437,7 +439,7 @@ assert moved.min() > 1e-3
 schematic.block()
 
 # %% [markdown]
-# The block of SmolLM2 from above, by hand:
+# The next cell computes the block of SmolLM2 from above by hand:
 
 # %%
 with torch.no_grad():
@@ -509,7 +511,7 @@ for name, pre_norm in (("pre-norm", True), ("post-norm", False)):
     assert torch.equal(sent, arrived) == pre_norm
 
 # %% [markdown]
-# With the norm after the sum, each norm changes this part as well.
+# In post-norm the norm comes after the sum, so each norm changes that gradient.
 #
 # In the decoder, positions before the change were the same to the last bit. That is more than tidiness: it is why
 # keys and values of earlier tokens can be kept while a model writes (see [kv_cache](kv_cache.ipynb)).
@@ -556,7 +558,8 @@ print(f"mean over all heads: {', '.join(f'{name} {share.mean():.0%}' for name, s
 # %% [markdown]
 # Most weight goes to the first token. A head whose pattern does not occur must still spend a weight of 1 somewhere,
 # because a softmax cannot say "nothing". Models learn to put it on a token that is always visible, an **attention
-# sink** (Xiao et al. 2023). Other heads have clear jobs. The clearest of each kind:
+# sink** (Xiao et al. 2023). Other heads have clear jobs. The next picture
+# shows the clearest head of each kind:
 
 # %% tags=["hide-input"] jupyter={"source_hidden": true}
 picked = {name: divmod(int(share.argmax()), share.shape[1]) for name, share in habits.items()}
@@ -579,9 +582,9 @@ plot_attention.draw_heads(figure, weights[11], words, title="SmolLM2-135M, layer
 plt.show()
 
 # %% [markdown]
-# Three layers to play with (run the notebook, or read it on the site: GitHub shows no frames). Point at a token of the
-# sentence, or at a cell of the large picture. `attnpack plot attention "..." --html page.html` writes such a page of
-# all layers.
+# The next cell shows three layers to play with. GitHub shows no frames, so run the notebook or read it on the site.
+# Point at a token of the sentence, or at a cell of the large picture. `attnpack plot attention "..." --html page.html`
+# writes such a page of all layers.
 
 # %%
 attention_page(model, ids, words, layers=[11, 16, 18], name="SmolLM2-135M")

@@ -52,8 +52,9 @@ words = [tokenizer.decode([token]) for token in tokenizer.encode(course.SENTENCE
 schematic.cache_growth(4, 3, words)
 
 # %% [markdown]
-# Two phases have names of their own. **Prefill** reads the prompt in one call: many rows, arithmetic limits.
-# **Decoding** writes one token per call: one row, and reading the weights and the cache limits.
+# Two phases have names of their own. **Prefill** reads the prompt in one call. It has many rows, so arithmetic
+# limits its speed. **Decoding** writes one token per call. It has one row, so reading the weights and the cache limits
+# its speed.
 #
 # ## Why it is right: the past does not change
 #
@@ -140,10 +141,11 @@ torch.set_num_threads(threads)
 # Without a cache every token pays for all text before it, the prompt included: n tokens need about $n^2 / 2$ rows
 # instead of n. (The time grows by less, since each step also reads all weights once, however many rows it has. The
 # bytes of the weights, divided by the speed of reading that is printed above, are the least time of a step.) These
-# times are of C++ `generate` on the machine that is printed. README has two more times of the same `generate`: the one
-# of its table is from a Zen 5, and the one of its demo is from another run on an AMD EPYC with AVX2, the mean of all
-# tokens and not the quieter of two moments. In exchange the cache holds keys and values of all layers; that is
-# little for so short a text, and the run without a cache needs room as well, for the activations of all its rows:
+# times are of C++ `generate` on the machine that is printed. Other pages have other times of the same `generate`.
+# README has one of a Zen 5, in bf16 and with two threads. [Start](../docs/start.md) has one of an AMD EPYC with AVX2,
+# in fp32 and with two threads: the mean of all tokens, and not the quieter of two moments. In exchange the cache holds
+# keys and values of all layers; that is little for so short a text, and the run without a cache needs room as well, for
+# the activations of all its rows:
 
 # %%
 held = (prompt.shape[1] + new_tokens - 1) * plot_memory.model_kv_bytes(
@@ -395,10 +397,10 @@ torch.set_num_threads(threads)
 # Eight bits change few predictions, and four bits change many (the last column). `exact_first` and `exact_last` keep
 # the first and the latest tokens in full, which helps four bits most: `python benchmarks/cache_error.py` measures the
 # error on a longer text. The times here are of the Python modules, called one by one, on the machine that is printed.
-# C++ `generate`, timed at the start of this notebook, takes less per token. The longer text explains little of that: a
-# cache of 256 tokens is small beside the weights. For the same reason the bytes that the quantised caches save hardly
-# show in the time, and the work of unpacking does. Over long texts reading decides: `python benchmarks/cache_decode.py`
-# times single calls over long caches.
+# C++ `generate`, timed at the start of this notebook, takes less time per token. The longer text is a small part of the
+# reason: a cache of 256 tokens is small beside the weights. For the same reason the bytes that the quantised caches
+# save hardly show in the time, and the work of unpacking does. Over long texts reading decides: `python
+# benchmarks/cache_decode.py` times single calls over long caches.
 #
 # A layer with a window never looks back further than the window, so a **SlidingWindowCache** has room for the window
 # and some hundred tokens more, however long the text gets: a ring, whose outputs equal those of a cache that keeps
@@ -416,7 +418,7 @@ with torch.no_grad():
 print(f"the ring has room for {ring.nbytes_allocated:,} bytes")
 
 # %% [markdown]
-# And pages are shared until somebody writes to them. Here one prompt gets four answers, which hold the prompt once:
+# Sequences share pages until one of them writes. Here one prompt gets four answers, which hold the prompt once:
 
 # %%
 with torch.no_grad():

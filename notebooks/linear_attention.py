@@ -194,8 +194,8 @@ plt.show()
 # %% [markdown]
 # Softmax attention looks at each key by itself, so it recalls all. A state of 32 rows lays all pairs over each other.
 # The sum confuses keys that lean to the same side, and telling again does not help: it adds the same again. The delta
-# rule takes out what the state already says, and each telling brings the answers nearer, as long as there are no more
-# keys than rows. Models mix both kinds: in Qwen3.5 every fourth layer is attention.
+# rule takes out what the state already says, and each telling brings the answers nearer. Models mix both kinds: in
+# Qwen3.5 every fourth layer is attention.
 
 # %% [markdown]
 # ## Summary
@@ -206,7 +206,8 @@ plt.show()
 # - The delta rule writes only the difference from what the state holds for a key. Decays let it forget.
 # - A chunk is one triangular system and four matrix products, equal to its steps ("one
 #   triangular system and four products give").
-# - A state of fixed size recalls as many pairs as it has room for; a cache of keys recalls all, and grows.
+# - A state of 32 rows recalls fewer of the pairs, the more there are ("delta rule, told 4x"). A cache of keys recalls
+#   all, and grows.
 #
 # ## Exercises
 #

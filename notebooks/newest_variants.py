@@ -443,7 +443,7 @@ dense = {
     "MLA": (C + R, H * (2 * C + R)),
     "GTA": (G * D + D // 2, 2 * H * D),
     "GLA, two latents of 256": (2 * 256 + R, H * (2 * 256 + R)),
-    "MTLA, two tokens a latent": ((C + R) // 2, H * (2 * C + R) // 2),
+    "MTLA, two tokens per latent": ((C + R) // 2, H * (2 * C + R) // 2),
     "TPA, rank 2": (2 * 2 * (H + D), 2 * (2 * H * D + 2 * H)),
 }
 lengths = [2**10, 2**12, 2**14, 2**16, 2**18, 2**20]
@@ -538,7 +538,7 @@ with torch.inference_mode():
     for n in (4096, 16384):
         calls = {name: filled(name, n) for name in layers}
         took[n] = time_in_turn({name: partial(layer, token, **calls[name]) for name, layer in layers.items()}, 40)
-print(f"milliseconds for a token{'':8}{'4,096':>10}{'16,384':>10}")
+print(f"milliseconds per token{'':10}{'4,096':>10}{'16,384':>10}")
 for name in layers:
     print(f"{name:32}{took[4096][name]:>10.2f}{took[16384][name]:>10.2f}")
 print(f"on {bench.conditions()}")

@@ -136,10 +136,10 @@ assert trained["rope"] < trained["learned"] < trained["none"] < math.log(len(let
 # on.
 #
 # The learned table: how alike the vectors of two places are (their cosine). It is brighter near the diagonal than far
-# from it: near places have near vectors. Nobody asked for that, the table began as noise. The late places look alike as
-# a block: the model hardly tells them apart. Place 63, the last one, is unlike them. This may be because no later place
-# reads it in training, so that its vector learns from one prediction only; the picture does not prove it. On the right
-# is what rotary positions (next section) have from the start, without a table.
+# from it: near places have near vectors. The table began as noise, and training made it so. The late places look alike
+# as a block: the model hardly tells them apart. Place 63, the last one, is unlike them. This may be because no later
+# place reads it in training, so that its vector learns from one prediction only; the picture does not prove it. On the
+# right is what rotary positions (next section) have from the start, without a table.
 
 # %%
 table = models["learned"].model.embed_positions.weight.detach()
@@ -231,8 +231,8 @@ torch.testing.assert_close(by_hand.float(), rope(q5))
 # ## Past the trained length
 #
 # Only distances matter, so a model can read past the length of its training: no table ends. But longer distances give
-# angles that never occurred in training, and nothing says that the weights do anything sensible with them. Four ways to
-# stretch positions, all without training:
+# angles that never occurred in training, and the model has not learned what to do with them. Four ways to stretch
+# positions, all without training:
 #
 # - **linear**: position / factor. No angle is new, but neighbours are closer together than they ever were.
 # - **NTK-aware**: a larger base, $\text{base} \cdot \text{factor}^{d/(d-2)}$. The slow pairs are stretched by the
@@ -273,7 +273,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# And what it does to a model that was trained on 64 characters and reads 512:
+# The next cell shows a model that was trained on 64 characters and reads 512:
 
 # %%
 starts = range(0, len(held_out) - length - 1, (len(held_out) - length) // 64)
@@ -315,9 +315,8 @@ assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"
 # %% [markdown]
 # As trained, little happens at the line itself: for the next characters nearly all keys that a query sees are at
 # distances that occurred in training, and only the first few are farther away. Then the loss climbs, far above where it
-# was. Linear scaling without further training is the other way round: bad from the first character on, because
-# neighbours are closer together than they ever were, by the factor 8, and then only a little worse far away (2.86,
-# then 2.91).
+# was. Linear scaling without further training is bad from the first character on (2.86), because neighbours are closer
+# together than in training, by the factor 8. Far away it is only a little worse (2.91).
 #
 # NTK-aware scaling keeps neighbours readable, holds on longer, and then climbs too. Its factor is 8 for the slowest
 # pair only, so pairs in the middle still reach new angles. The dynamic form goes further. Its factor follows the length

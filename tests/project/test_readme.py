@@ -29,7 +29,7 @@ def lines(text):
 def test_opens_with_what_it_is_and_where_it_runs():
     first, picture, second, third = README.split("\n\n")[1:5]
     assert first.startswith("attnpack is an attention library for PyTorch: ") and "Python and in C++" in first
-    assert picture.startswith("![") and "a CPU library today" in second
+    assert picture.startswith("![") and "a library for CPUs today" in second
     assert "**Take it** to" in third and "**Take something else** to" in third
     (state,) = re.findall(r"^\| state \|(.*)\|(.*)\|$", README, flags=re.M)
     assert "works" in state[0] and "no GPU" in state[1]

@@ -6,7 +6,8 @@ modules and on models. `from_torch` takes layers of torch.nn. The command `attnp
 and `checkpoint_to_mla` is its form for latent attention.
 """
 
-from .checkpoint.to_mla import LatentReport, checkpoint_to_mla
+from typing import TYPE_CHECKING, Any
+
 from .from_torch import from_torch
 from .heads import layer_error, similar_groups, to_gqa, to_mqa
 from .latent import to_mla
@@ -29,3 +30,16 @@ __all__ = [
     "to_mla",
     "to_mqa",
 ]
+
+if TYPE_CHECKING:
+    from .checkpoint.to_mla import LatentReport as LatentReport
+    from .checkpoint.to_mla import checkpoint_to_mla as checkpoint_to_mla
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports what works on whole checkpoints when it is first used: a layer does not need it."""
+        if name in ("LatentReport", "checkpoint_to_mla"):
+            from .checkpoint import to_mla as module
+
+            return getattr(module, name)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

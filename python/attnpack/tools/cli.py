@@ -97,9 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
     example = "attnpack convert path/to/model converted --kv-heads 1 --method aligned"
-    convert = _command(
-        commands, "convert", _convert, "give a model fewer key-value heads, latent attention or fewer bits", example
-    )
+    convert = _command(commands, "convert", _convert, "give a model fewer kv heads, latents or fewer bits", example)
     convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
     out = "directory to make, which transformers opens as it is; with --to-gguf a file"
     convert.add_argument("out", type=Path, metavar="OUT", help=out)
