@@ -29,7 +29,6 @@ inline bool has_fast_pairs() { return !__builtin_cpu_is("intel"); }
 // Whether the system names a feature of the CPU: by a bit of HWCAP or HWCAP2 (Linux, Documentation/arch/arm64/
 // elf_hwcaps.rst), or by a name (macOS, hw.optional.arm).
 #if defined(__linux__)
-inline bool has_halves() { return getauxval(AT_HWCAP) >> 10 & 1; }          // HWCAP_ASIMDHP
 inline bool has_dot_products() { return getauxval(AT_HWCAP) >> 20 & 1; }    // HWCAP_ASIMDDP
 inline bool has_byte_matrices() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
 inline bool has_bf16() { return getauxval(AT_HWCAP2) >> 14 & 1; }           // HWCAP2_BF16
@@ -39,18 +38,16 @@ inline bool has_feature(const char* name) {
   size_t bytes = sizeof(found);
   return sysctlbyname(name, &found, &bytes, nullptr, 0) == 0 && found;
 }
-inline bool has_halves() { return has_feature("hw.optional.arm.FEAT_FP16"); }
 inline bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
 inline bool has_byte_matrices() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
 inline bool has_bf16() { return has_feature("hw.optional.arm.FEAT_BF16"); }
 #else
-inline bool has_halves() { return false; }
 inline bool has_dot_products() { return false; }
 inline bool has_byte_matrices() { return false; }
 inline bool has_bf16() { return false; }
 #endif
 inline bool has_neon_dotprod() { return has_dot_products(); }
-inline bool has_neon_bf16() { return has_halves() && has_dot_products() && has_byte_matrices() && has_bf16(); }
+inline bool has_neon_bf16() { return has_dot_products() && has_byte_matrices() && has_bf16(); }
 #endif
 
 }  // namespace attnpack

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plot import svg
+from ..plot import colours, svg
 from ..plot.schematic import Drawing
 from .axes import Axis, LogAxis
 from .report import Entry
@@ -16,7 +16,7 @@ _TOP, _BOTTOM = 66, 356  # of the panels
 _PANELS = ((72, 476), (500, 904))  # left and right
 _GRID, _FRONT, _SOFT = "#e6e6e6", "#a0a0a0", "#666666"
 _LETTER = 8  # width of a bold letter of 12 pixels
-_FROM_INK = (svg.GROUPS[5], *svg.GROUPS[:5], *svg.GROUPS[6:])  # black for the first variant
+_OTHERS = (colours.BLACK, colours.SKY, colours.AMBER, colours.BROWN)  # that no kind has
 
 _Area = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -90,7 +90,9 @@ class _Panel:
         self._left, self._right = place
         self._best = _front({name: (costs[name], entry.loss) for name, entry in entries.items()})
         self._points = []
-        for name, colour in zip(entries, itertools.cycle(_FROM_INK), strict=False):
+        others = itertools.cycle(_OTHERS)
+        for name in entries:
+            colour = colours.KINDS.get(name.partition("-")[0].upper()) or next(others)
             loss, spread = entries[name].loss, entries[name].loss_spread or 0.0
             heights = [losses(each) for each in (loss, loss + spread, loss - spread)]
             self._points.append(_Point(name, colour, axis(costs[name]), *heights))

@@ -42,8 +42,10 @@ inline float half_at(const void* p) {
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 typedef uint32_t PairVector __attribute__((vector_size(16)));
-// sum + the products of each lane's pairs (BFDOT).
+// sum + the products of each lane's pairs (BFDOT). An empty instruction hides where b comes from: GCC up to 13 writes
+// constants of bf16 as if they were fp16 (its bug 111867).
 inline FloatVector pair_products(FloatVector sum, PairVector a, PairVector b) {
+  asm("" : "+w"(b));
   return (FloatVector)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
 // Rounds 8 numbers to nearest even; those of `low` come first.
