@@ -146,6 +146,8 @@ def test_a_file_is_written_again(tmp_path, kind, bits, capsys):
     assert cli.main(["convert", str(tmp_path), str(tmp_path / "x.gguf"), "--to-gguf", kind]) == 2
     assert "is a directory" in capsys.readouterr().err
     assert cli.main(["convert", str(source), str(source), "--to-gguf", kind]) == 2
+    assert cli.main(["convert", str(source), str(tmp_path / "y.gguf"), "--to-gguf", kind, "--dtype", "bf16"]) == 2
+    assert "--dtype: got together with --to-gguf" in capsys.readouterr().err
 
 
 def test_torchao_quantises_the_layers_in_python():

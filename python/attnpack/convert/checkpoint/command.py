@@ -12,14 +12,29 @@ from .streams import LONGEST
 from .to_gguf import write_gguf
 from .to_mla import checkpoint_to_mla, describe_latent
 
+# The value of each option that nobody gives (tools/cli.py); and the options that say how heads are merged.
+_UNGIVEN = {
+    "method": "aligned",
+    "window": 1,
+    "groups": None,
+    "seed": None,
+    "encoder": False,
+    "rope_dim": None,
+    "dtype": None,
+    "text": None,
+    "tokens": 2048,
+}
+_OF_HEADS = ("method", "window", "groups", "seed", "encoder")
+
 
 def main(args: argparse.Namespace) -> None:
     if args.to_gguf:
+        _refuse(args, tuple(_UNGIVEN), "--to-gguf, which changes the format only")
         written = write_gguf(args.source, args.out, args.to_gguf)
         print(json.dumps(asdict(written)) if args.json else written)
         return
     if args.kv_lora_rank is not None:
-        _refuse_others(args)
+        _refuse(args, _OF_HEADS, "--kv-lora-rank, which merges no heads")
         made = checkpoint_to_mla(
             args.source,
             args.out,
@@ -48,15 +63,9 @@ def main(args: argparse.Namespace) -> None:
     print(json.dumps(asdict(report)) if args.json else "\n".join(describe_conversion(report)))
 
 
-def _refuse_others(args: argparse.Namespace) -> None:
-    given = {
-        "--groups": args.groups is not None,
-        "--window": args.window != 1,
-        "--seed": args.seed is not None,
-        "--encoder": args.encoder,
-    }
-    if wrong := [name for name, is_given in given.items() if is_given]:
-        raise ValueError(f"{', '.join(wrong)}: got together with --kv-lora-rank, which merges no heads; leave it out")
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], beside: str) -> None:
+    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != _UNGIVEN[name]]:
+        raise ValueError(f"{', '.join(given)}: got together with {beside}; leave it out")
 
 
 def describe_conversion(report: ConversionReport) -> list[str]:
