@@ -43,3 +43,6 @@ else:
 
             return getattr(module, name)
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
