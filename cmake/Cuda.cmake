@@ -51,6 +51,7 @@ if(ATTNPACK_HAS_CUDA)
     endif()
     # A file that takes minutes is compiled in parts, which its lines "// part: <flags>" list.
     file(STRINGS ${source} parts REGEX "^// part: ")
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${source})  # which are read now
     if(NOT parts)
       set(parts "// part:")
     endif()

@@ -20,10 +20,13 @@ if(NOT APPLE)  # without what only libattnpack takes of old_glibc.cpp
 endif()
 # Names with a version, for a system that keeps several. A wheel cannot hold links, and Python's package keeps its
 # libraries to itself, as torch does.
-if(NOT ATTNPACK_PYTHON)
-  set_target_properties(attnpack_kernels PROPERTIES
-    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
-endif()
+function(attnpack_name_with_version target)
+  if(NOT ATTNPACK_PYTHON)
+    set_target_properties(${target} PROPERTIES
+      VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  endif()
+endfunction()
+attnpack_name_with_version(attnpack_kernels)
 
 set(kernels_config_dir share/cmake/attnpack_kernels)
 install(TARGETS attnpack_kernels EXPORT attnpack_kernelsTargets LIBRARY DESTINATION lib COMPONENT kernels)

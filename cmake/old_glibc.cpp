@@ -32,7 +32,8 @@ ATTNPACK_HIDDEN double __wrap_pow(double x, double y) { return old_pow(x, y); }
 ATTNPACK_HIDDEN int __wrap_dladdr(const void* address, Dl_info* info) { return old_dladdr(address, info); }
 ATTNPACK_HIDDEN int __wrap_fstat(int descriptor, struct stat* status) { return old_fxstat(1, descriptor, status); }
 
-// What headers of GCC 11 and later call. libattnpack finds them in torch's libraries, libattnpack_kernels has no torch.
+// Functions that headers of GCC 11 and later call. libattnpack finds them in torch's libraries, libattnpack_kernels has
+// no torch.
 [[noreturn]] ATTNPACK_HIDDEN void throw_bad_length() __asm__("_ZSt28__throw_bad_array_new_lengthv");
 void throw_bad_length() { throw std::bad_array_new_length(); }
 

@@ -9,4 +9,5 @@ source scripts/setup.sh
 enter_environment
 wheel=${1:-$(ls dist/attnpack-*.whl 2>/dev/null || true)}
 [ -f "$wheel" ] || stop "no wheel in dist: make one (scripts/wheel.sh), or name one."
-say "$(python scripts/wheel_parts.py archive dist "$wheel")"
+made=$(python scripts/wheel_parts.py archive dist "$wheel")
+say "$made"

@@ -39,20 +39,21 @@ bench() { # <seconds> <file in $OUT> <arguments>
   within "$1" "$python" benchmarks/cuda_attention.py "${@:3}" > >(tee -a "$OUT/$2.txt") 2>&1
 }
 
+# Every failure returns: inside `build_all ||` the shell does not stop at one.
 build_all() {
   local capability
   rm -rf "$unpacked"
   mkdir -p "$unpacked"
-  for each in .gpu/*.tar.xz; do if [ -e "$each" ]; then tar xJf "$each" -C "$unpacked"; fi; done
+  for each in .gpu/*.tar.xz; do if [ -e "$each" ]; then tar xJf "$each" -C "$unpacked" || return; fi; done
   if [ -d "$unpacked/host" ]; then
-    cp -r "$unpacked"/host/. python/attnpack/
+    cp -r "$unpacked"/host/. python/attnpack/ || return
   else
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
     cmake -S . -B build/gpu $(command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
       -DPython_EXECUTABLE="$(command -v "$python")" -DCMAKE_INSTALL_PREFIX=python/attnpack -DATTNPACK_TESTS=OFF \
       "-DATTNPACK_CUDA=$([ -d "$unpacked/base" ] && echo OFF || echo ON)" \
       -DATTNPACK_CUDA_ARCHITECTURES="${ARCHITECTURES:-$capability}" ${CMAKE_ARGS:-} &&
-      cmake --build build/gpu --parallel "$(nproc)" && cmake --install build/gpu
+      cmake --build build/gpu --parallel "$(nproc)" && cmake --install build/gpu || return
   fi
   if [ -d "$unpacked/base" ]; then cp "$unpacked/base/libattnpack_cuda.so" python/attnpack/lib/; fi
 }

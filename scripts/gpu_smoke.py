@@ -48,7 +48,7 @@ def make_cases(device: str) -> Iterator[Case]:
         def gradient(attend, where, dtype):
             leaves = [x.to(where, dtype).requires_grad_() for x in tensors]
             out = attend(*leaves, **(there(settings) if where == device else settings))
-            # Sums of squares of numbers that are none would be none: rows that see a NaN are left out.
+            # One NaN would make the whole sum NaN, so numbers that are NaN count as 0.
             total = out.nan_to_num(0).square().sum()
             return torch.cat([x.flatten() for x in torch.autograd.grad(total, leaves)]).nan_to_num(0)
 

@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 enter_environment
 
-# What torch's releases change; and the doors outside of tests/hf that read transformers.
+# The tests of what torch's releases change, and the doors outside of tests/hf that read transformers.
 OPERATORS=(tests/ops tests/cache)
 DOORS=(tests/checkpoints/test_from_hf_families.py tests/nn/test_layers_by_names.py tests/tools/test_page_heads.py)
 
@@ -45,7 +45,7 @@ from pathlib import Path
 site = next(Path(sys.argv[1]).glob("lib/python*/site-packages"))
 (site / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
 PY
-    "$folder/bin/python" -m pip install -q "$1==$2" >&2
+    "$folder/bin/python" -m pip install -q "$1==$2" >&2 || return
   fi
   echo "$folder/bin/python"
 }
@@ -57,7 +57,7 @@ run_under_torch() {
   log=$folder/tests.log
   need_build_tools
   rm -rf "$folder/wheel" "$folder/package"
-  ATTNPACK_TORCH_DIR=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])') \
+  ATTNPACK_TORCH_DIR=$(folder_of_torch "$python") \
     ATTNPACK_BUILD_DIR=$tree CMAKE_ARGS="-DATTNPACK_TESTS=ON -DATTNPACK_CUDA=OFF ${CMAKE_ARGS:-}" \
     python -m pip wheel -v --no-deps --no-build-isolation -w "$folder/wheel" . >"$folder/build.log" 2>&1 ||
     { tail -30 "$folder/build.log" && return 1; }
@@ -73,15 +73,16 @@ run_under_torch() {
 if [ "${1:-}" = --torch ]; then
   shift
   used=$(in_use torch python)
+  read -ra others <<<"$(tested torch | tr ' ' '\n' | grep -vxF "$used" | tr '\n' ' ')"
   if [ "${1:-}" = --in-turn ]; then
-    read -ra others <<<"$(tested torch | tr ' ' '\n' | grep -vxF "$used" | tr '\n' ' ')"
+    [ ${#others[@]} != 0 ] || stop "attnpack/extras.py names no release of torch but the one in use."
     set -- "${others[$(($(date +%s) / 86400 % ${#others[@]}))]}"
     if ! python_with torch "$1" >/dev/null; then
       say "no package index gives torch $1: not tested"
       exit
     fi
   elif [ $# = 0 ]; then
-    set -- $(tested torch | tr ' ' '\n' | grep -vxF "$used")
+    set -- "${others[@]}"
   fi
   status=0 rows=()
   for release in "$@"; do

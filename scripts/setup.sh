@@ -97,6 +97,11 @@ find_python() {
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
+# folder_of_torch <python>: where its torch lies, without importing it.
+folder_of_torch() {
+  "$1" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])'
+}
+
 has_torch() {
   "$1" - 2>/dev/null <<'PY'
 import importlib.metadata, sys

@@ -24,7 +24,7 @@ installed=$(python -c 'import importlib.metadata as m; print(m.version("torch").
 torch_folder() {
   local folder=$work/torch/$1 parts
   if [ "$1" = "$installed" ]; then
-    python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])'
+    folder_of_torch python
     return
   fi
   if [ ! -d "$folder/torch" ]; then

@@ -59,19 +59,27 @@ def check(wheel: Path, torches: list[Path]) -> list[str]:
             found = next((folder for folder in (ROOT, *torches) if str(folder).encode() in content), None)
             wrong += [f"{file.relative_to(unpacked)} names {found}"] if found else []
         wrong += [f"the package lacks {part}" for part in SHARED if not (package / part).is_file()]
-        kernels = [*package.glob("lib/*.so")]
+        kernels = [*package.glob("lib/*.so")]  # which programs load without torch
+        wrong += faults_of(kernels, package, defined_symbols(kernels), "no library of the wheel")
         for torch in torches:
             prefix = package / f"torch-{minor_of(torch)}"
             wrong += [f"{prefix.name} lacks {part}" for part in OF_A_PREFIX if not (prefix / part).is_file()]
-            libraries = [*kernels, *prefix.glob("lib/*.so"), *prefix.glob("_C.*.so")]
-            known = defined_symbols([*libraries, *(torch / "lib").glob("lib*.so")])
-            for library in libraries:
-                wrong += [f"{library.relative_to(package)}: RUNPATH {entry}" for entry in outside(library)]
-                lacking = sorted(symbol for symbol in needed_symbols(library) if symbol not in known)
-                wrong += [f"{library.relative_to(package)}: no library of torch defines {name}" for name in lacking]
+            libraries = [*prefix.glob("lib/*.so"), *prefix.glob("_C.*.so")]
+            known = defined_symbols([*kernels, *libraries, *(torch / "lib").glob("lib*.so")])
+            wrong += faults_of(libraries, package, known, "no library of torch")
         for library in sorted({*kernels, *package.glob("torch-*/**/*.so")}):
             print(f"{library.relative_to(package)}: {library.stat().st_size / 1e6:.1f} MB")
-        return sorted(set(wrong))
+        return wrong
+
+
+def faults_of(libraries: list[Path], package: Path, known: set[str], who: str) -> list[str]:
+    """Entries of RUNPATHs that lead out of the wheel, and symbols that are not known."""
+    wrong = []
+    for library in libraries:
+        wrong += [f"{library.relative_to(package)}: RUNPATH {entry}" for entry in outside(library)]
+        lacking = sorted(symbol for symbol in needed_symbols(library) if symbol not in known)
+        wrong += [f"{library.relative_to(package)}: {who} defines {name}" for name in lacking]
+    return wrong
 
 
 OF_CPP = re.compile(r"attnpack/(torch-[0-9.]+/)?(include|lib|share/cmake)/|.*\.dist-info/licenses/")

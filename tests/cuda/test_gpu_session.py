@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from processes import ROOT, run_program
+from processes import ROOT, add_program, run_program
 
 
 def smoke():
@@ -38,7 +38,7 @@ def test_the_smoke_cases_are_right_and_their_limit_can_fail():
 
 STAND_INS = {
     "nvidia-smi": "case $* in *compute_cap*) echo 9.0 ;; *) echo a GPU ;; esac",
-    "cmake": "mkdir -p python/attnpack/lib",
+    "cmake": 'mkdir -p python/attnpack/lib; case "$*" in *"$FAILS"*) exit 3 ;; esac',
     "compute-sanitizer": "",
     "ncu": 'echo "Duration 5"',
     # The interpreter answers questions about its version itself. The step that the test names fails.
@@ -57,9 +57,7 @@ def session(tmp_path):
     programs.mkdir()
     (copy / ".gpu").mkdir()
     for name, body in STAND_INS.items():
-        program = programs / name
-        program.write_text(f'#!/bin/bash\necho "{name} $*" >>{log}\n' + body.format(python=sys.executable) + "\n")
-        program.chmod(0o755)
+        add_program(programs, name, f'echo "{name} $*" >>{log}\n' + body.format(python=sys.executable))
 
     def run(*steps, fails="nothing", variants=(), **variables):
         log.write_text("")
@@ -129,6 +127,11 @@ def test_a_step_that_fails_is_named_and_the_next_ones_run(session):
     assert any("ncu --clock-control none" in line for line in process.log)
 
 
+def test_a_build_that_fails_ends_the_session(session):
+    process = session("check", fails="--build")
+    assert process.returncode == 1 and "the build failed" in process.text, process.text
+
+
 def test_an_unknown_step_is_refused(session):
     process = session("speed")
     assert process.returncode == 1 and "no step is called speed" in process.text
@@ -160,10 +163,8 @@ def bundle(tmp_path):
     (copy / "build").mkdir()
     (copy / "build/libattnpack.so").write_text("")
     programs.mkdir()
-    nvcc = programs / "nvcc"
     write = 'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then echo made >"$2"; fi; shift; done'
-    nvcc.write_text(f'#!/bin/bash\necho "$*" >>{log}\n{write}\n')
-    nvcc.chmod(0o755)
+    add_program(programs, "nvcc", f'echo "$*" >>{log}\n{write}')
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     for command in (["init", "-q"], ["add", "csrc"], [*identity, "commit", "-qm", "all"]):
         assert run_program("git", "-C", copy, *command).returncode == 0

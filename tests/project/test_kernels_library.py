@@ -2,6 +2,7 @@
 C that find it by CMake and pkg-config; and what it needs of the system."""
 
 import ctypes
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -47,12 +48,16 @@ class Threads(ctypes.Structure):
     _fields_ = [("count", ctypes.c_int64), ("run", RUN), ("runner", ctypes.c_void_p)]
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
     found = ctypes.CDLL(str(KERNELS_LIBRARY))
     for name in ("attnpack_attention", "attnpack_kernels_version", "attnpack_kernels_instruction_set"):
         getattr(found, name).restype = ctypes.c_char_p
     return found
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return load()
 
 
 def strides(x: torch.Tensor) -> Strides:
@@ -60,7 +65,7 @@ def strides(x: torch.Tensor) -> Strides:
 
 
 def arguments(q, k, v, result, lse=None, **others) -> Args:
-    """Tensors [B, H, L, D] of any strides, or k and v as pools of pages [pages, page_size, H, D]."""
+    """Tensors [B, H, L, D] of any strides, or k and v as pools of pages [pages, H, page_size, D]."""
     args = Args(struct_size=ctypes.sizeof(Args), dtype=DTYPES.index(q.dtype), window_left=-1, window_right=-1)
     args.batch, args.num_heads, args.q_len, args.head_dim = q.shape
     args.num_kv_heads, args.kv_len, args.v_head_dim = k.size(1), k.size(2), v.size(3)
@@ -197,6 +202,25 @@ def test_threads_of_the_caller(library, count):
     by_helpers = torch.empty_like(out)
     attend(library, arguments(q, k, v, by_helpers), Threads(count, RUN(), None))
     assert torch.equal(by_helpers, out)
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_without_a_count_the_threads_are_the_cpus_of_the_process(cpus):
+    code = f"""
+import importlib, os, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
+sys.path[:0] = [{str(ROOT / "tests/project")!r}, {str(ROOT / "tests/support")!r}]
+import torch
+t = importlib.import_module("test_kernels_library")
+q, k, v, out = t.tensors(torch.float32, 130, kv_len=600)
+handed = []
+run = t.RUN(lambda runner, threads, work, context: (handed.append(threads), t.WORK(work)(context)) and None)
+t.attend(t.load(), t.arguments(q, k, v, out), t.Threads(0, run, None))
+print(*handed)
+"""
+    ran = run_python(code)
+    available = min(cpus, len(os.sched_getaffinity(0)))
+    assert ran.stdout.split() == ([] if available == 1 else [str(available)]), ran.text
 
 
 def test_eight_threads_call_at_once(library):

@@ -1,3 +1,8 @@
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
@@ -18,6 +23,15 @@ namespace {
 const Isa* chosen_isa() {
   static const Isa* const isa = choose_isa(*attnpack_kernel_table(), std::getenv("ATTNPACK_ISA"));
   return isa;
+}
+
+// The CPUs that the process may use.
+int64_t usable_cpus() {
+#if defined(__linux__)
+  cpu_set_t cpus;
+  if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) return CPU_COUNT(&cpus);
+#endif
+  return std::max<int64_t>(std::thread::hardware_concurrency(), 1);
 }
 
 // Calls worker() on the threads that the caller of the library gives. No exception leaves through its functions.
@@ -46,7 +60,7 @@ void run_on(const attnpack_threads& threads, int64_t count, const Worker& worker
 struct CallersThreads {
   attnpack_threads threads;
   int64_t count() const {
-    static const int64_t cpus = std::max<int64_t>(std::thread::hardware_concurrency(), 1);
+    static const int64_t cpus = usable_cpus();
     return threads.count > 0 ? threads.count : cpus;
   }
   template <class F>

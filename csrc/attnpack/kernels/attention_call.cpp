@@ -51,10 +51,6 @@ DType kernel_dtype(const char* name, attnpack_dtype dtype, bool or_bool) {
   return DType::kFloat32;
 }
 
-int64_t bytes_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
-}
-
 Strides kernel_strides(const attnpack_strides& given, int64_t heads, int64_t rows, int64_t width) {
   if (given.batch || given.head || given.row) return {given.batch, given.head, given.row, 1};
   return {heads * rows * width, rows * width, width, 1};
@@ -185,21 +181,17 @@ void AttentionCall::fill(AttentionParams& p) {
 
 // The kernels take pages for one sequence at a time.
 void AttentionCall::cut_into_sequences(const AttentionParams& all) {
-  const auto moved = [](auto* data, int64_t elements, DType dtype) {
-    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(data)>>, const char, char>;
-    return data ? static_cast<Byte*>(data) + elements * bytes_of(dtype) : nullptr;
-  };
-  const DType accumulation = all.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const int64_t size = bytes_of(all.dtype), mask_size = bytes_of(all.mask_dtype);
   calls_.reserve(all.batch);
   for (int64_t b = 0; b < all.batch; ++b) {
     AttentionParams& p = calls_.emplace_back(all);
     p.batch = 1;
     p.kv_len = valid(b);
     p.kv_lens = nullptr;
-    p.query = moved(all.query, b * all.query_strides.batch, all.dtype);
-    p.out = moved(all.out, b * all.out_strides.batch, all.dtype);
-    p.lse = moved(all.lse, b * all.num_heads * all.q_len, accumulation);
-    p.mask = moved(all.mask, b * all.mask_strides.batch, all.mask_dtype);
+    p.query = moved(all.query, b * all.query_strides.batch, size);
+    p.out = moved(all.out, b * all.out_strides.batch, size);
+    p.lse = moved(all.lse, b * all.num_heads * all.q_len, all.dtype == DType::kFloat64 ? 8 : 4);
+    p.mask = moved(all.mask, b * all.mask_strides.batch, mask_size);
     if (all.q_offsets) p.q_offsets = all.q_offsets + b;
     p.block_table = all.block_table + b * all.table_stride;
   }
