@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/models/causal_lm.h>
+#include <bindings/arguments.h>
 #include <bindings/option_dicts.h>
 #include <bindings/rope_scaling.h>
 
@@ -44,6 +45,11 @@ inline py::object to_python(const MultiHeadLatentAttentionOptions& latent) {
     if (is_latent_name(name)) result[name] = to_python(value);
   });
   return result;
+}
+
+// The options that keywords of CausalLM give.
+inline CausalLMOptions model_options(const py::kwargs& config) {
+  return options_of_call<CausalLMOptions, int64_t, int64_t, int64_t, int64_t>("CausalLM", py::args(), config, 5);
 }
 
 }  // namespace attnpack

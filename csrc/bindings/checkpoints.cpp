@@ -61,9 +61,7 @@ py::dict shapes_of(const SafetensorsFile& file) {
 
 // config: keywords of CausalLM.
 py::dict check_whole_py(const std::string& path, const Shapes& shapes, const py::kwargs& config) {
-  return as_tuples(check_whole(
-      path, shapes,
-      options_of_call<CausalLMOptions, int64_t, int64_t, int64_t, int64_t>("CausalLM", py::args(), config, 5)));
+  return as_tuples(check_whole(path, shapes, model_options(config)));
 }
 
 std::vector<std::string> model_types() {

@@ -96,10 +96,6 @@ py::object model_to_mla_py(const py::object& model, int64_t kv_lora_rank, const 
   return py::cast(without_gil([&] { return convert::to_mla(holder, kv_lora_rank, options).ptr(); }));
 }
 
-CausalLMOptions model_options(const py::kwargs& config) {
-  return options_of_call<CausalLMOptions, int64_t, int64_t, int64_t, int64_t>("CausalLM", py::args(), config, 5);
-}
-
 // config: keywords of CausalLM.
 void bind_latent_conversion(py::module_& m) {
   using convert::LatentConversion;
@@ -185,12 +181,6 @@ void register_convert(py::module_& m) {
   define_by_name(m, "model_to_gqa", &model_to_gqa_py,
                  {"model", "num_kv_heads", "method", "window", "groups", "seed", "encoder"});
   define_by_name(m, "model_to_mla", &model_to_mla_py, {"model", "kv_lora_rank", "rope_dim", "ids", "length"});
-  define_by_name(
-      m, "fold_multipliers",
-      +[](const py::object& model) {
-        return py::cast(convert::fold_multipliers(CausalLM(model.cast<std::shared_ptr<CausalLMImpl>>())).ptr());
-      },
-      {"model"});
   bind_latent_conversion(m);
   m.def("refuse_calibration", &convert::refuse_calibration);
   m.def("check_layers_found", &convert::check_layers_found);

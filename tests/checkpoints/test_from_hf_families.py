@@ -143,6 +143,16 @@ def test_a_setting_that_nobody_knows_is_refused_by_its_name(changed):
         attnpack.CausalLM.from_hf(changed("llama", residual_multiplier=0.5, other=None))
 
 
+def test_the_kinds_of_layers_may_be_said_twice(changed):
+    """Some configurations of Granite have transformers' list and that of older checkpoints."""
+    directory = changed("granite_hybrid")
+    kinds = json.loads((directory / "config.json").read_text())["layer_types"]
+    before = attnpack.CausalLM.from_hf(directory).state_dict()
+    edit_config(directory, layers_block_type=kinds)
+    after = attnpack.CausalLM.from_hf(directory).state_dict()
+    assert before.keys() == after.keys()
+
+
 REFUSED = [
     ("falcon_7b", {"alibi": True}, "alibi = True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),

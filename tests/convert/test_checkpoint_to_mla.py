@@ -163,6 +163,19 @@ def test_a_model_becomes_what_the_command_writes(name, source, tmp_path):
             torch.testing.assert_close(made(IDS), logits(tmp_path / "out"), rtol=0, atol=1e-4)
 
 
+def test_what_is_frozen_and_the_modes_of_the_modules_stay(source):
+    model = attnpack.CausalLM.from_hf(source("llama")).train()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.model.layers[0].eval()
+    native = model.cpp()
+    for given in (model, native):
+        made = convert.to_mla(given, 20, rope_dim=6, ids=IDS)
+        trained = {name: p.requires_grad for name, p in made.named_parameters()}
+        assert not trained["model.embed_tokens.weight"] and trained["model.norm.weight"]
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert not modes["model.layers.0.mlp"] and modes["model.layers.1.mlp"]
+
+
 def test_a_model_keeps_its_factors_and_learns_from_a_text(source):
     model = attnpack.CausalLM.from_hf(source("granite"))
     exact = convert.to_mla(model, 32)

@@ -13,7 +13,7 @@ from attnpack.tools import cli
 from hf_checkpoints import MHA, random_model
 from marks import long
 from transformers import AutoModelForCausalLM, LlamaConfig
-from uptrain_cases import arguments, convert_tiny
+from uptrain_cases import arguments, check_it_goes_on, convert_tiny
 
 STATE = "attnpack_uptrain.pt"
 
@@ -101,16 +101,7 @@ def test_it_goes_on_bit_by_bit(converted):
     def work():
         return Distillation(attnpack.CausalLM.from_hf(converted), teacher, ids, 32, 100.0, 1e-3, 0)
 
-    whole, first, second = work(), work(), work()
-    for step in range(3):
-        for part in [whole] + ([first] if step < 2 else []):
-            part.train_step()
-            part.spent = float(step + 1)
-    second.load_state(first.state())
-    second.train_step()
-    assert second.losses == whole.losses
-    for name, parameter in whole.trained.items():
-        assert torch.equal(parameter, second.trained[name]), name
+    check_it_goes_on(work, 3)
 
 
 def test_what_became_worse_is_not_written(converted, capsys):

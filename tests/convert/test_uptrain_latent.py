@@ -10,7 +10,7 @@ from attnpack.tools import cli
 from hf_checkpoints import random_model
 from latent_checkpoints import FAMILIES
 from transformers import AutoModelForCausalLM
-from uptrain_cases import arguments, convert_tiny_to_mla
+from uptrain_cases import arguments, check_it_goes_on, convert_tiny_to_mla
 
 STATE = "attnpack_uptrain.pt"
 
@@ -76,13 +76,4 @@ def test_a_stopped_training_of_latents_goes_on_bit_by_bit(tmp_path):
     def work():
         return Distillation(attnpack.CausalLM.from_hf(tmp_path / "out"), teacher, ids, 32, 100.0, 1e-3, 0)
 
-    whole, first, second = work(), work(), work()
-    for step in range(2):
-        for part in [whole] + ([first] if step == 0 else []):
-            part.train_step()
-            part.spent = float(step + 1)
-    second.load_state(first.state())
-    second.train_step()
-    assert second.losses == whole.losses
-    for name, parameter in whole.trained.items():
-        assert torch.equal(parameter, second.trained[name]), name
+    check_it_goes_on(work, 2)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from attnpack import _load, backend, installation
 from attnpack.tools import info
-from processes import ROOT, needs, run_program
+from processes import ROOT, add_program, needs, run_program
 
 nvcc = needs("nvcc")
 
@@ -90,14 +90,9 @@ def configure(tmp_path):
     programs = tmp_path / "programs"
     programs.mkdir()
 
-    def add_program(name, body):
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (programs / name).chmod(0o755)
-        return programs / name
-
     def configure(known, asked, listed="", here=None):
-        nvcc = add_program("nvcc", f"printf 'compute_%s\\n' {known}")
-        add_program("nvidia-smi", "exit 9" if here is None else f"printf '%s\\n' {here}")
+        nvcc = add_program(programs, "nvcc", f"printf 'compute_%s\\n' {known}")
+        add_program(programs, "nvidia-smi", "exit 9" if here is None else f"printf '%s\\n' {here}")
         options = ["-DATTNPACK_CUDA=ON", f"-DATTNPACK_NVCC={nvcc}", f"-DATTNPACK_CUDA_ARCHITECTURES={asked}"]
         environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "TORCH_CUDA_ARCH_LIST": listed}
         process = run_program(

@@ -1,4 +1,4 @@
-"""What ptxas makes of Hopper's kernels: the order of their inner loops, by disassembly.
+"""The inner loops of Hopper's kernels as ptxas orders them, by disassembly.
 
 The order in PTX is right, but ptxas may move a wait to before the softmax that is to run beside the products. Results
 stay the same then, so no other test sees it.

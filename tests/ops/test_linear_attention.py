@@ -327,7 +327,7 @@ def test_it_compiles_to_one_graph():
         assert_close([out, state, *grads], list(direct.values()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [{"length": 0}, {"batch": 0}, {"dims": (0, 4)}, {"dims": (4, 0)}])
+@pytest.mark.parametrize("shape", [{"length": 0}, {"batch": 0}, {"dims": (0, 4)}, {"dims": (4, 0)}, {"heads": (0, 0)}])
 def test_empty_tensors(shape):
     x = make(**{"length": 5, **shape})
     out, state = call(linear_attention, x)

@@ -72,7 +72,7 @@ def summary_sentences(notebook):
 
 
 def shown(notebook):
-    """What the outputs print, and the sources of the cells that draw."""
+    """The text of the outputs, and the sources of the cells that draw."""
     texts = []
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):

@@ -172,7 +172,7 @@ def test_every_page_of_the_api_begins_with_an_example(folder):
 
 
 def printed(block):
-    """What the block says that it prints: the comments after its prints."""
+    """The lines that the block says it prints: the comments after its prints."""
     return re.findall(r"^ *print\(.* # (.*)$", block, flags=re.M)
 
 

@@ -1,13 +1,12 @@
 """The documentation site: built without warnings, every public name and header on a page, no dead link inside."""
 
-import base64
+import functools
 import html
 import importlib
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 pytest.importorskip("myst_nb", reason="the extra `docs` is not installed")
+from browser import CHROMIUM, NO_CHROMIUM, browse, unpack  # noqa: E402
 from extension import course, headers, heads_pages, mathml, plain_docstrings, readme_section, search_words  # noqa: E402
 
 MODULES = ["backend", "convert", "checkpoints", "flash", "distributed", "hf", "onnx", "reference", "cpp"]
@@ -236,14 +236,11 @@ def test_the_font_of_formulas_has_their_characters(pages, site):
             )
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
 @pytest.fixture(scope="module")
 def found(site, tmp_path_factory):
     """A function: the pages that the site's search lists for words, best first."""
     if CHROMIUM is None:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
+        pytest.skip(NO_CHROMIUM)
     serve = partial(QuietFiles, directory=site)
     server = ThreadingHTTPServer(("127.0.0.1", 0), serve)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -251,9 +248,7 @@ def found(site, tmp_path_factory):
 
     def search(words):
         address = f"http://127.0.0.1:{server.server_port}/search.html?{urlencode({'q': words})}"
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
-        command += ["--virtual-time-budget=8000", "--dump-dom", address]
-        dom = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        dom = browse(folder, address, "--virtual-time-budget=8000", "--dump-dom")
         return re.findall(r'<li class="kind-\w+"><a href="([^"#?]*)', dom)
 
     yield search
@@ -291,13 +286,16 @@ LINK = re.compile(
 )
 
 
+@functools.cache
+def stored(name):
+    return json.loads((heads_pages.FOLDER / f"{name}.json").read_text())
+
+
 def weights_of(name, layer, head):
     """[L, L]"""
-    data = json.loads((heads_pages.FOLDER / f"{name}.json").read_text())
-    packed = data["layers"][layer]["weights"]
-    integers = torch.frombuffer(bytearray(base64.b64decode(packed["base64"])), dtype=torch.int16)
+    data = stored(name)
     length = len(data["tokens"])
-    return data["tokens"], (integers * packed["factor"]).view(-1, length, length)[head]
+    return data["tokens"], unpack(data["layers"][layer]["weights"], -1, length, length)[head]
 
 
 def test_the_weights_that_the_howto_names_are_on_the_pages_of_heads(site):
@@ -316,30 +314,23 @@ def test_the_weights_that_the_howto_names_are_on_the_pages_of_heads(site):
             assert {word.strip() for word in words} <= {tokens[query].strip(), tokens[key].strip()}, said
     assert "Tokyo and Rome together 95%" in text
     assert abs(weights_of("capitals", 17, 5)[1][13, [2, 6, 10]].sum() - 0.95) < 0.005
-    value = json.loads((heads_pages.FOLDER / "pronoun.json").read_text())["layers"][18]
-    v = torch.frombuffer(bytearray(base64.b64decode(value["v"]["base64"])), dtype=torch.int16).view(
-        3, -1, value["v_dim"]
-    )
-    norms = v[value["kv"][8]].float().norm(dim=-1)
+    value = stored("pronoun")["layers"][18]
+    norms = unpack(value["v"], 3, -1, value["v_dim"])[value["kv"][8]].norm(dim=-1)
     assert norms[0] < 0.2 * norms[1:].mean(), "the strip of the sink's value is almost white"
 
 
 @pytest.mark.long
 def test_the_pages_of_heads_are_the_models():
-    """What is stored is what SmolLM2 computes today."""
+    """The stored numbers are those that SmolLM2 gives today."""
     for name, text in heads_pages.TEXTS.items():
         fresh = heads_pages.compute(text)
-        stored = json.loads((heads_pages.FOLDER / f"{name}.json").read_text())
-        assert fresh["tokens"] == stored["tokens"], "python docs/extension/heads_pages.py"
-        for mine, theirs in zip(fresh["layers"], stored["layers"], strict=True):
-            a, b = (
-                torch.frombuffer(bytearray(base64.b64decode(each["weights"]["base64"])), dtype=torch.int16)
-                * each["weights"]["factor"]
-                for each in (mine, theirs)
-            )
+        kept = stored(name)
+        assert fresh["tokens"] == kept["tokens"], "python docs/extension/heads_pages.py"
+        for mine, theirs in zip(fresh["layers"], kept["layers"], strict=True):
+            a, b = (unpack(each["weights"], -1) for each in (mine, theirs))
             torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
         picked = [[each[name] for name in ("habit", "layer", "head")] for each in fresh["findings"]]
-        assert picked == [[each[name] for name in ("habit", "layer", "head")] for each in stored["findings"]]
+        assert picked == [[each[name] for name in ("habit", "layer", "head")] for each in kept["findings"]]
 
 
 def test_every_example_in_cpp_is_shown():

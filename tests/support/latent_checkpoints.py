@@ -1,14 +1,9 @@
 """Checkpoints of transformers that become checkpoints of latent attention."""
 
 from hf_checkpoints import CONFIGS, LINEAR, LLAMA3, LONGROPE, MHA, SIZES, YARN
+from newer_families import GRANITE
 from transformers import GraniteConfig, LlamaConfig, MistralConfig
 
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 0.7,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),
     "llama-mha": LlamaConfig(**MHA),

@@ -15,9 +15,9 @@ from torch import Tensor
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# (query heads, kv heads, head map)
 # Dimensions that are 0 at once (make_empty).
 EMPTY = ["batch", "num_heads", "num_heads num_kv_heads", "q_len", "kv_len", "q_len kv_len", "head_dim", "v_head_dim"]
+# (query heads, kv heads, head map)
 HEADS = {
     "one": (1, 1, None),
     "mha": (3, 3, None),

@@ -24,6 +24,14 @@ def run_program(*command, timeout: float = 600, **options) -> subprocess.Complet
     return with_text(subprocess.run([*map(str, command)], text=True, capture_output=True, timeout=timeout, **options))
 
 
+def add_program(folder: Path, name: str, body: str) -> Path:
+    """A program of Bash in the folder, which stands in for another one."""
+    program = folder / name
+    program.write_text(f"#!/bin/bash\n{body}\n")
+    program.chmod(0o755)
+    return program
+
+
 def with_text(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     process.text = re.sub(r"\s+", " ", process.stdout + process.stderr)
     return process

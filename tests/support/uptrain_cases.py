@@ -8,6 +8,20 @@ from hf_checkpoints import MHA, random_model, write_tokenizer
 from transformers import LlamaConfig
 
 
+def check_it_goes_on(work, steps: int) -> None:
+    """So many steps give the same, bit by bit, as one step less, a save, a load, and one more step."""
+    whole, first, second = work(), work(), work()
+    for step in range(steps):
+        for part in [whole] + ([first] if step < steps - 1 else []):
+            part.train_step()
+            part.spent = float(step + 1)
+    second.load_state(first.state())
+    second.train_step()
+    assert second.losses == whole.losses
+    for name, parameter in whole.trained.items():
+        assert torch.equal(parameter, second.trained[name]), name
+
+
 def written_by(model, length=6000) -> str:
     """A text that is likely for the model: drawn from it, 60 tokens at a time, from the printable tokens."""
     rows = torch.randint(90, (length // 60, 1), generator=torch.Generator().manual_seed(0))

@@ -84,6 +84,11 @@ WRONG = {
         lambda layer, x, past: (x, step(layer, x, past)[1]),
         "five steps differs",
     ),
+    "no output": (
+        course.check_decode,
+        lambda layer, x, past: (None, step(layer, x, past)[1]),
+        "the output of step 1 returned NoneType",
+    ),
     "True is hidden": (course.check_chunk_mask, lambda new, past: ~mask(new, past), "may attend"),
     "the past forgotten": (course.check_chunk_mask, lambda new, past: mask(new + past, 0)[:new], "of mask(1, 4)"),
     "numbers": (course.check_chunk_mask, lambda new, past: mask(new, past).float(), "torch.bool"),

@@ -6,8 +6,6 @@ import html
 import json
 import re
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import attnpack
@@ -17,8 +15,8 @@ import torch
 from attnpack.tools import cli
 from attnpack.tools.plot.attention import lm_attention
 from attnpack.tools.plot.page import attention_page
+from browser import CHROMIUM, NO_CHROMIUM, browse, unpack
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TOKENS = ["a", " <b>", '"c"', "</script>", "\n", "d&amp;"]
 
 
@@ -44,11 +42,6 @@ def page(model):
 
 def data_of(page):
     return json.loads(re.search(r'<script id="data".*?>(.*?)</script>', str(page), flags=re.S).group(1))
-
-
-def unpack(packed, *shape):
-    integers = torch.frombuffer(bytearray(base64.b64decode(packed["base64"])), dtype=torch.int16)
-    return (integers * packed["factor"]).view(shape)
 
 
 def test_numbers_are_those_of_the_model(model, page):
@@ -193,9 +186,7 @@ def chromium(folder, page, *options, where="", script=""):
     """The output of headless Chromium for the page, opened at `where`, after `script` ran in it."""
     file = folder / "page.html"
     file.write_text(str(page).replace("</body>", f"<script>{script}</script></body>"))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    command += [*options, f"file://{file}#{where}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return browse(folder / "profile", f"file://{file}#{where}", *options)
 
 
 def details(dom):
@@ -208,7 +199,7 @@ def softmax_of(dom):
     return [re.findall(r"<t[dh]>([^<]*)", row) for row in rows]
 
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 
 @needs_chromium

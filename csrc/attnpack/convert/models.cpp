@@ -1,6 +1,7 @@
 #include <attnpack/convert/models.h>
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -59,18 +60,22 @@ class BlockConverter {
   uint64_t count_ = 0;
 };
 
-// The inputs of the layers' attention for a text, [rows * L, E] each.
+// The inputs of the layers' attention for a text, [rows * L, E] each. The modules' modes stay as they are.
 std::vector<at::Tensor> attention_inputs(CausalLM model, const at::Tensor& ids) {
   std::vector<at::Tensor> inputs;
-  const bool training = model->is_training();
+  const auto modules = model->modules();
+  std::vector<bool> training;
+  for (const auto& module : modules) training.push_back(module->is_training());
+  const auto restore = c10::make_scope_exit([&] {
+    for (size_t i = 0; i < modules.size(); ++i) modules[i]->train(training[i]);  // parents first
+  });
   model->eval();
   auto states = model->model->embed_tokens->forward(ids) * model->options.embed_scale();
   for (int64_t i = 0; i < model->options.num_layers(); ++i) {
     auto block = model->layer(i);
     inputs.push_back(block->input_layernorm->forward(states).flatten(0, 1));
-    states = block->forward(states);
+    if (i + 1 < model->options.num_layers()) states = block->forward(states);
   }
-  model->train(training);
   return inputs;
 }
 
@@ -88,6 +93,7 @@ CausalLM with_state(CausalLMOptions options, const StateDict& state, const Causa
   CausalLM made(options);
   made->options.factory(like->options.factory());
   assign_state_dict(*made, state);
+  copy_requires_grad(*like, *made);
   made->train(like->is_training());
   return made;
 }
@@ -147,9 +153,7 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
     }
   }
   auto target = source;
-  auto made = with_state(target.num_kv_heads(num_kv_heads), state, model);
-  copy_requires_grad(*model, *made);
-  return made;
+  return with_state(target.num_kv_heads(num_kv_heads), state, model);
 }
 
 EncoderDecoder to_gqa(const EncoderDecoder& model, int64_t num_kv_heads, const ToGqaOptions& options, bool encoder) {

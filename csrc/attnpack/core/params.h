@@ -2,6 +2,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 // Marks functions that CUDA kernels call too.
 #ifdef __CUDACC__
@@ -15,6 +16,16 @@
 namespace attnpack {
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+ATTNPACK_HD static inline int64_t bytes_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
+}
+
+// `base` moved by so many elements of a tensor, whose type is known by its bytes only; null stays null.
+template <class T>
+static inline T* moved(T* base, int64_t elements, int64_t element_size) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return base ? static_cast<Byte*>(base) + elements * element_size : nullptr;
+}
 
 // Element strides of a [batch, head, row, column] tensor; the kernels want column == 1 except for masks.
 struct Strides {

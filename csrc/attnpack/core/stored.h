@@ -23,7 +23,7 @@ constexpr StoredLayout kStoredLayouts[] = {
 };
 
 constexpr int64_t kRoundedBlock = 32;  // numbers of an input that share a scale
-// Most rows of the input that a unit multiplies, and what the outputs of a unit are a multiple of.
+// Most rows of the input that a unit multiplies, and the number of which the outputs of a unit are a multiple.
 constexpr int64_t kStoredRows = 192, kStoredOutputs = 32;
 
 // 32 numbers of an input, rounded to scale * codes: 8 bits of their largest number.

@@ -4,6 +4,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
 
+#include <attnpack/core/extremes.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/detail/mask_columns.h>
@@ -183,8 +184,7 @@ AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& 
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
   if (args.scale) return args;
-  const int64_t dims = query.sym_size(3).expect_int();
-  args.scale = dims > 0 ? 1.0 / std::sqrt(static_cast<double>(dims)) : 1.0;
+  args.scale = default_scale(query.sym_size(3).expect_int());
   return args;
 }
 

@@ -39,8 +39,8 @@ struct RecurrentSettings : OptionList<RecurrentSettings> {
   ATTNPACK_OPTION(std::string, kind) = "gated_delta_net";
   ATTNPACK_OPTION(std::optional<int64_t>, num_v_heads);  // or heads of a kind; default the model's num_heads
   ATTNPACK_OPTION(std::optional<int64_t>, num_k_heads);  // default num_v_heads; of mamba2 the groups, default 1
-  ATTNPACK_OPTION(std::optional<int64_t>,
-                  head_k_dim);  // or the head_dim of a kind, the state_dim of mamba2; default embed_dim / num_v_heads
+  // Or the head_dim of a kind, the state_dim of mamba2; default embed_dim / num_v_heads.
+  ATTNPACK_OPTION(std::optional<int64_t>, head_k_dim);
   ATTNPACK_OPTION(std::optional<int64_t>, head_v_dim);  // default head_k_dim
   ATTNPACK_OPTION(std::optional<int64_t>, conv_kernel_size);
   ATTNPACK_OPTION(std::optional<double>, norm_eps);  // default the model's eps

@@ -92,10 +92,13 @@ std::tuple<Tensor, Tensor> nearest_codes(const Tensor& blocks, int64_t bits) {
     const Tensor tried = ((bits == 8 ? largest.abs() : largest) / size).to(at::kHalf), step = tried.to(at::kFloat);
     const Tensor rounded = at::where(step == 0, 0.0, blocks / step).round_().clamp_(lowest, highest);
     const Tensor wrong = (rounded * step - blocks).square_().sum(-1, /*keepdim=*/true);
-    const Tensor better = scale.defined() ? wrong < error : at::ones_like(wrong, at::kBool);
-    scale = scale.defined() ? at::where(better, tried, scale) : tried;
-    codes = codes.defined() ? at::where(better, rounded, codes) : rounded;
-    error = error.defined() ? at::where(better, wrong, error) : wrong;
+    if (!scale.defined()) {
+      scale = tried, codes = rounded, error = wrong;
+      continue;
+    }
+    const Tensor better = wrong < error;
+    scale = at::where(better, tried, scale), codes = at::where(better, rounded, codes);
+    error = at::where(better, wrong, error);
   }
   return {scale, codes};
 }

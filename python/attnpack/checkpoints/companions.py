@@ -32,7 +32,12 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _LONGROPE = (
-    *("rope_type", "factor", "short_factor", "long_factor", "attention_factor", "original_max_position_embeddings"),
+    "rope_type",
+    "factor",
+    "short_factor",
+    "long_factor",
+    "attention_factor",
+    "original_max_position_embeddings",
 )
 CONVERTIBLE = tuple(_CLASSES)
 """The families whose checkpoints can be written again with other heads."""

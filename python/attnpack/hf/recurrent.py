@@ -146,12 +146,15 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
+# Those of _OTHERS that each of ours does not have.
+_FOREIGN = {name: [other for other in _OTHERS if other not in _parameters(ours)] for name, ours in OURS.items()}
+
+
 def _takes(name: str, x: Any, named: dict[str, Any]) -> bool:
     """Whether ours computes a call whose first tensor is x."""
     if not isinstance(x, Tensor) or not x.is_cpu or not x.is_floating_point():
         return False
-    foreign = (other for other in _OTHERS if other not in _parameters(OURS[name]))
-    if any(named.get(other) is not None and named[other] is not False for other in foreign):
+    if any(named.get(other) is not None and named[other] is not False for other in _FOREIGN[name]):
         return False
     packed = named.get("seq_idx") is not None or named.get("cu_seqlens") is not None
     return _activation(named.get("activation")) in (None, "silu") and (not packed or x.size(0) == 1)

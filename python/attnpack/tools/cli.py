@@ -126,6 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
     tokens = "tokens of the text to measure, and as many again to learn from; 0: none [2048]"
     convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help=tokens)
     convert.add_argument("--encoder", action="store_true", help="convert the encoder of an encoder-decoder too")
+    options = ("method", "window", "groups", "seed", "encoder", "rope_dim", "dtype", "text", "tokens")
+    convert.set_defaults(ungiven={name: convert.get_default(name) for name in options})
 
     example = "attnpack uptrain converted --text corpus.txt --minutes 30"
     uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)

@@ -1,4 +1,4 @@
-"""What the notebooks share: differences in words, times in turn, and checks of the exercises that say "implement".
+"""Helpers of the notebooks: differences in words, times in turn, and checks of the exercises that say "implement".
 
 A check calls the reader's function on small random inputs and compares it with the library. It returns "right", or "not
 yet" with the first thing that differs; it raises nothing that the function did not raise.
@@ -56,6 +56,8 @@ def check_decode(step: Callable[[MultiHeadAttention, Tensor, tuple | None], tupl
         if not isinstance(past, tuple) or [getattr(each, "shape", None) for each in past] != [(2, 3, number, 4)] * 2:
             shapes = [tuple(getattr(each, "shape", ())) for each in past] if isinstance(past, tuple) else past
             return f"not yet: after step {number} k and v are {shapes}, wanted [B, H, L, D] = (2, 3, {number}, 4)"
+        if not isinstance(out, Tensor) or out.shape != token.shape:
+            return _compare(out, token, f"the output of step {number}")
         outs.append(out)
     return _compare(torch.cat(outs, dim=1), layer(x), "the outputs of five steps")
 

@@ -49,7 +49,7 @@ class Races {
   char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
   char* cell(size_t of) { return &cells_[of][0]; }
   void* done() { return &done_; }
-  // What the asynchronous proxy sees of shared memory: fenced stores, and boxes.
+  // The asynchronous proxy's view of shared memory: fenced stores, and boxes.
   char* asynchronous_view() { return &view_; }
 
  private:

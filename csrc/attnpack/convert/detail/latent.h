@@ -44,7 +44,7 @@ struct LatentWeights {
 // Ji et al. 2025, which drop the rotation of the rest.)
 LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOptions& options);
 
-// What the scores lose, relative to their mean square, where a component of a frequency does not rotate: its mean
+// The loss of the scores, relative to their mean square, where a component of a frequency does not rotate: its mean
 // square times 1 - |mean of e^(i theta distance)|^2. [frequencies, Hkv], the leading component first; fp64.
 at::Tensor rotation_losses(const AttentionWeights& weights, const LatentOptions& options);
 

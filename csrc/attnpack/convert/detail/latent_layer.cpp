@@ -11,7 +11,7 @@ namespace attnpack::convert {
 
 namespace {
 
-// What makes the norm of a vector x and a constant a multiplication of x by `gain`.
+// The numbers by which the norm of x, with a constant beside it, multiplies x by `gain` and does nothing else.
 struct LinearNorm {
   double shrink;    // of x
   double constant;  // after the shrinking
@@ -84,7 +84,8 @@ std::map<std::string, at::Tensor> latent_layer(const AttentionWeights& weights, 
   auto made = factorise_latent(in_double(weights), inner.kv_lora_rank(rank - 1));
   const auto norm_before = input_norm.to(made.q.options());
   const auto dims = made.q.size(0) / options.num_heads();  // N + R
-  made.q.mul_(scale * std::sqrt(static_cast<double>(dims)));
+  const double rescale = scale * std::sqrt(static_cast<double>(dims));
+  made.q.mul_(rescale);
   const auto latents = made.kv_a.narrow(0, 0, rank - 1),
              keys = made.kv_a.narrow(0, rank - 1, made.kv_a.size(0) - rank + 1);
   const auto bias = or_zeros(made.kv_a_bias, made.kv_a.size(0), made.kv_a);
@@ -101,7 +102,7 @@ std::map<std::string, at::Tensor> latent_layer(const AttentionWeights& weights, 
   result["o_proj.bias"] =
       o_bias.defined() ? o_bias.detach().clone() : at::zeros({weights.o.size(0)}, weights.o.options());
   if (made.q_bias.defined()) {
-    made.q_bias.mul_(scale * std::sqrt(static_cast<double>(dims)));
+    made.q_bias.mul_(rescale);
     const auto width = embed_dim + 1;
     const auto inputs = at::eye(embed_dim, latents.options());
     const auto low = linear_norm(width, largest_input(norm_before), dtype);

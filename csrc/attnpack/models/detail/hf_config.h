@@ -24,7 +24,7 @@ struct HfFamily {
   std::set<std::string_view> honours = {};  // of what is refused elsewhere
   double rope_base = 10000;                 // where the configuration does not say
   bool rope_by_kind = false;                // layers with a window have frequencies of their own
-  const char* base = "model.";              // what a file of the base model lacks before its names
+  const char* base = "model.";              // the beginning that names in a file of the base model lack
 };
 
 // The families that can be read. A new one is a row of the table in hf_families.cpp; the functions of most rows stand

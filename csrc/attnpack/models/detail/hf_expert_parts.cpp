@@ -39,7 +39,10 @@ std::vector<HfPart> mixtral_parts(const std::string& name, const CausalLMOptions
 // Without experts the shared one is the feed-forward.
 std::vector<HfPart> granite_hybrid_parts(const std::string& name, const CausalLMOptions& o) {
   auto place = place_of(name, "model.layers.");
-  if (place.module.starts_with("mamba")) return whole(joined(place, place.module.replace(0, 5, "self_attn")));
+  if (place.module.starts_with("mamba")) {
+    place.module.replace(0, 5, "self_attn");
+    return whole(joined(place, place.module));
+  }
   const std::string shared = o.experts() ? "mlp.shared_experts." : "mlp.";
   if (place.module == "shared_mlp.input_linear") return gate_and_up(place, shared);
   if (place.module == "shared_mlp.output_linear") return whole(joined(place, shared + "down_proj"));

@@ -4,6 +4,7 @@
 #include <attnpack/models/detail/hf_parts.h>
 
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,9 +32,12 @@ bool slides(const CausalLMOptions& options, int64_t layer);
 // Layers without rotation. Where no layer rotates, it is an option of the model.
 void set_rotated_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& rotates);
 
-// Which layers are of one of two kinds by that setting; none where it is absent.
-std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view kind,
-                                                std::string_view other, const char* setting = "layer_types");
+// Which layers are of one of two kinds by that setting; none where it is absent. A kind has several words where older
+// checkpoints have others; an error names the first.
+std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers,
+                                                std::initializer_list<std::string_view> kind,
+                                                std::initializer_list<std::string_view> other,
+                                                const char* setting = "layer_types");
 
 // The layers' own settings, one for each layer.
 std::vector<LayerSettings>& layers_of(CausalLMOptions& options);

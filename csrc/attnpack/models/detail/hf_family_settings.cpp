@@ -11,21 +11,22 @@ constexpr int64_t kMostExperts = 4096;  // so that a lie costs little; DeepSeek-
 
 }  // namespace
 
-std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers, std::string_view wanted_kind,
-                                                std::string_view other, const char* setting) {
+std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers,
+                                                std::initializer_list<std::string_view> wanted_kind,
+                                                std::initializer_list<std::string_view> other, const char* setting) {
   const auto& kinds = config.get(setting);
   if (kinds.is_null()) return std::nullopt;
-  const auto is_kind = [](const Json& kind, std::string_view wanted) {
+  const auto is_kind = [](const Json& kind, std::initializer_list<std::string_view> words) {
     const auto* word = kind.as<std::string>();
-    return word && *word == wanted;
+    return word && std::find(words.begin(), words.end(), *word) != words.end();
   };
   const auto is_wanted = [&](const Json& kind) { return is_kind(kind, wanted_kind); };
   const auto is_known = [&](const Json& kind) { return is_wanted(kind) || is_kind(kind, other); };
   const auto* list = kinds.as<Json::List>();
   config.check(
       list && static_cast<int64_t>(list->size()) == layers && std::all_of(list->begin(), list->end(), is_known),
-      setting, " in config.json is ", brief(shown(kinds)), ", wants '", other, "' or '", wanted_kind, "' for each of ",
-      layers, " layers");
+      setting, " in config.json is ", brief(shown(kinds)), ", wants '", *other.begin(), "' or '", *wanted_kind.begin(),
+      "' for each of ", layers, " layers");
   std::vector<bool> found(list->size());
   std::transform(list->begin(), list->end(), found.begin(), is_wanted);
   return found;
@@ -52,7 +53,7 @@ namespace {
 
 // Whether each layer slides.
 std::optional<std::vector<bool>> sliding_layers(const HfSettings& config, int64_t layers) {
-  return layers_of_kind(config, layers, "sliding_attention", "full_attention");
+  return layers_of_kind(config, layers, {"sliding_attention"}, {"full_attention"});
 }
 
 std::string activation(const HfSettings& config, const char* usual, const std::map<std::string, const char*>& known) {

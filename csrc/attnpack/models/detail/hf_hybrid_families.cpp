@@ -22,7 +22,7 @@ using Replacements = std::initializer_list<std::pair<std::string_view, std::stri
 // Which layers are recurrent by layer_types, or else by `usual`.
 std::vector<bool> recurrent_layers(const HfSettings& config, int64_t layers, std::string_view word,
                                    const std::function<bool(int64_t layer)>& usual) {
-  if (const auto listed = layers_of_kind(config, layers, word, "full_attention")) return *listed;
+  if (const auto listed = layers_of_kind(config, layers, {word}, {"full_attention"})) return *listed;
   std::vector<bool> found(layers);
   for (int64_t layer = 0; layer < layers; ++layer) found[layer] = usual(layer);
   return found;
@@ -121,9 +121,9 @@ void configure_olmo_hybrid(const HfSettings& config, Options& o) {
                            .allow_neg_eigval(config.is_on("linear_allow_neg_eigval", true)),
                        recurrent);
   // Layers of attention have their norms behind, recurrent ones before.
-  if (o.layer_settings().empty()) o.layer_settings().resize(o.num_layers());
+  auto& layers = layers_of(o);
   for (int64_t layer = 0; layer < o.num_layers(); ++layer)
-    if (!recurrent[layer]) o.layer_settings()[layer].layout("output");
+    if (!recurrent[layer]) layers[layer].layout("output");
 }
 
 // The layers that the list of 1-based numbers names.
@@ -188,7 +188,7 @@ void configure_kimi_linear(const HfSettings& config, Options& o) {
                 .top_groups(config.size("topk_group", 1))
                 .shared_dim(width * config.size("n_shared_experts", 1)));
   const auto dense = config.whole_number("first_k_dense_replace", 1);
-  const auto listed_dense = layers_of_kind(config, o.num_layers(), "dense", "sparse", "mlp_layer_types");
+  const auto listed_dense = layers_of_kind(config, o.num_layers(), {"dense"}, {"sparse"}, "mlp_layer_types");
   set_dense_layers(o, [&](int64_t layer) { return listed_dense ? (*listed_dense)[layer] : layer < dense; });
 }
 
@@ -221,23 +221,12 @@ void configure_lfm2(const HfSettings& config, Options& o) {
                        }));
 }
 
-// Which layers are those of Mamba, by transformers' words and by those that checkpoints from before it had these have.
+// Which layers are Mamba's, by the words of transformers or by those of older checkpoints.
 std::vector<bool> mamba_layers(const HfSettings& config, int64_t layers) {
+  config.get("layers_block_type");  // some configurations have both
   const char* const name = config.has("layer_types") ? "layer_types" : "layers_block_type";
-  const auto& kinds = config.get(name);
-  if (kinds.is_null()) return std::vector<bool>(layers, true);
-  const auto* list = kinds.as<Json::List>();
-  std::vector<bool> found;
-  for (size_t i = 0; list && i < list->size(); ++i) {
-    const auto* word = (*list)[i].as<std::string>();
-    const bool mamba = word && (*word == "mamba" || *word == "linear_attention");
-    if (!mamba && !(word && (*word == "attention" || *word == "full_attention"))) break;
-    found.push_back(mamba);
-  }
-  config.check(list && list->size() == found.size() && static_cast<int64_t>(found.size()) == layers, name,
-               " in config.json is ", brief(shown(kinds)), ", wants 'attention' or 'mamba' for each of ", layers,
-               " layers");
-  return found;
+  return layers_of_kind(config, layers, {"mamba", "linear_attention"}, {"attention", "full_attention"}, name)
+      .value_or(std::vector<bool>(layers, true));
 }
 
 // Bamba, whose layers of Mamba are those that attn_layer_indices does not name.

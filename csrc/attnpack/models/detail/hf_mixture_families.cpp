@@ -62,7 +62,7 @@ void configure_llama4(const HfSettings& config, Options& o) {
                "attention_chunk_size in config.json is ", brief(shown(config.get("attention_chunk_size"))),
                ", wants an int of at least 1, or null");
   const auto chunk = absent ? std::make_optional<int64_t>(8192) : size ? std::make_optional(*size) : std::nullopt;
-  const auto listed = layers_of_kind(config, o.num_layers(), "chunked_attention", "full_attention");
+  const auto listed = layers_of_kind(config, o.num_layers(), {"chunked_attention"}, {"full_attention"});
   const auto floor_scale = config.number("floor_scale", 8192), attn_scale = config.number("attn_scale", 0.1);
   const bool norms = config.is_on("use_qk_norm", true), grows = config.is_on("attn_temperature_tuning", true);
   o.head_dim(config.size("head_dim", 128)).rope_interleaved(true).activation(gated_activation(config, "silu"));

@@ -41,10 +41,6 @@ inline bool has_feature(const char* name) {
 inline bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
 inline bool has_byte_matrices() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
 inline bool has_bf16() { return has_feature("hw.optional.arm.FEAT_BF16"); }
-#else
-inline bool has_dot_products() { return false; }
-inline bool has_byte_matrices() { return false; }
-inline bool has_bf16() { return false; }
 #endif
 inline bool has_neon_dotprod() { return has_dot_products(); }
 inline bool has_neon_bf16() { return has_dot_products() && has_byte_matrices() && has_bf16(); }

@@ -95,7 +95,7 @@ LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& ke
   const Tensor out = empty_laid_as(query, linear_out_shape(query, value), query.options());
   const Tensor state = at::empty_symint(linear_state_shape(query, value, args), wide);
   if (call.lengths.has_padding() || p.head_dim == 0) out.zero_();
-  if (p.head_dim == 0 || p.v_head_dim == 0) return {out, state};
+  if (p.num_heads == 0 || p.head_dim == 0 || p.v_head_dim == 0) return {out, state};
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.state = state.mutable_data_ptr();

@@ -19,25 +19,6 @@ constexpr int64_t kWaitingBytes = 4 << 20;
 // Into how many parts the keys of a kv head are cut where gradients are added up.
 constexpr int64_t kAddedParts = 16;
 
-template <class T>
-T* moved(T* base, int64_t elements, int64_t element_size) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return base ? static_cast<Byte*>(base) + elements * element_size : nullptr;
-}
-
-int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    case DType::kBool:
-      return 1;
-    default:
-      return 2;
-  }
-}
-
 // x [batch, num_heads, q_len] as [batch, q_len, num_heads].
 Tensor by_rows(const Tensor& x) { return x.transpose(1, 2).contiguous(); }
 
@@ -49,7 +30,7 @@ SelectedCalls::SelectedCalls(const AttentionParams& all, const AttentionArgument
       index_heads_(args.key_index->size(1)),
       names_(args.key_index->size(3)),
       element_size_(element_size),
-      mask_size_(size_of(all.mask_dtype)) {
+      mask_size_(bytes_of(all.mask_dtype)) {
   const int64_t blocks = count_blocks(all.kv_len, key_block_), rows = all.batch * index_heads_ * all.q_len;
   ATTNPACK_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "key has ", blocks, " blocks of ", key_block_,
                  " keys, wants at most ", std::numeric_limits<int32_t>::max(), " with key_index: raise key_block");

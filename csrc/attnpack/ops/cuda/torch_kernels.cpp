@@ -17,6 +17,8 @@
 namespace attnpack {
 namespace {
 
+enum class TorchKernel { kNone, kFlash, kCudnn };
+
 // The table. operator_kernel: what the operator runs; kNone: ours. The first row that fits counts. Hopper's
 // rows are measured (benchmarks/results/cuda_sm90.txt: our prefill has 0.80 to 0.95 of cuDNN's speed, our gradients
 // 0.44 to 0.74). The other devices run our kernels for all devices. An H200 timed these too
@@ -50,10 +52,10 @@ std::array<std::atomic<int64_t>, kOutcomes> outcome_counts{};
 
 // Calls torch's kernel, which may refuse: torch may be built without it, or it may not know the sizes.
 template <class Call>
-auto try_kernel(bool flash, bool forward, const Call& call) -> std::optional<decltype(call())> {
+auto try_kernel(Outcome ran, const Call& call) -> std::optional<decltype(call())> {
   try {
     auto result = call();
-    ++outcome_counts[flash ? (forward ? kFlashForward : kFlashBackward) : (forward ? kCudnnForward : kCudnnBackward)];
+    ++outcome_counts[ran];
     return result;
   } catch (const c10::OutOfMemoryError&) {
     throw;
@@ -96,11 +98,6 @@ std::string describe_cuda_choice() {
          ", else attnpack's; ATTNPACK_CUDA=own changes that";
 }
 
-TorchKernel operator_kernel(const TorchCall& call) {
-  const FasterKernel* row = row_of(call);
-  return row ? row->operator_kernel : TorchKernel::kNone;
-}
-
 bool sdpa_is_faster(const TorchCall& call) { return row_of(call) != nullptr; }
 
 bool is_plain_call(const CudaKernels& kernels, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -117,14 +114,27 @@ bool is_plain_call(const CudaKernels& kernels, const Tensor& query, const Tensor
   return is_dense(query) && is_dense(key) && is_dense(value) && dim == value.size(3) && dim % 8 == 0;
 }
 
+namespace {
+
+// The kernel of torch by which the operator runs a call: only on devices for which we have no kernels of their class.
+TorchKernel kernel_for(const CudaKernels& kernels, const Tensor& query, const Tensor& key, const Tensor& value,
+                       const AttentionArguments& args, bool gradients) {
+  TorchCall call{};
+  if (!is_plain_call(kernels, query, key, value, args, &call)) return TorchKernel::kNone;
+  call.gradients = gradients;
+  const FasterKernel* row = row_of(call);
+  const bool torchs = row && row->operator_kernel != TorchKernel::kNone && cuda_choice() == CudaChoice::kFastest;
+  return torchs ? row->operator_kernel : TorchKernel::kNone;
+}
+
+}  // namespace
+
 std::optional<AttentionResult> attend_by_torch(const CudaKernels& kernels, const Tensor& query, const Tensor& key,
                                                const Tensor& value, const AttentionArguments& args) {
-  TorchCall plain{};
-  if (!is_plain_call(kernels, query, key, value, args, &plain)) return std::nullopt;
-  const TorchKernel kernel = operator_kernel(plain);
-  if (kernel == TorchKernel::kNone || cuda_choice() == CudaChoice::kOwn) return std::nullopt;
+  const TorchKernel kernel = kernel_for(kernels, query, key, value, args, false);
+  if (kernel == TorchKernel::kNone) return std::nullopt;
   const bool flash = kernel == TorchKernel::kFlash;
-  return try_kernel(flash, true, [&] {
+  return try_kernel(flash ? kFlashForward : kCudnnForward, [&] {
     const auto ours = [&](const Tensor& out, const Tensor& lse) {
       return AttentionResult{as_ours(query, out),
                              lse.reshape({query.size(0), query.size(1), query.size(2)}).contiguous()};
@@ -143,15 +153,13 @@ std::optional<AttentionGradients> differentiate_by_torch(const CudaKernels& kern
                                                          const std::optional<Tensor>& grad_lse, const Tensor& query,
                                                          const Tensor& key, const Tensor& value, const Tensor& out,
                                                          const Tensor& lse, const AttentionArguments& args) {
-  TorchCall plain{};
-  if (grad_lse || !is_plain_call(kernels, query, key, value, args, &plain)) return std::nullopt;
-  plain.gradients = true;
-  const TorchKernel kernel = operator_kernel(plain);
-  if (kernel == TorchKernel::kNone || cuda_choice() == CudaChoice::kOwn) return std::nullopt;
+  if (grad_lse) return std::nullopt;
+  const TorchKernel kernel = kernel_for(kernels, query, key, value, args, true);
+  if (kernel == TorchKernel::kNone) return std::nullopt;
   const bool flash = kernel == TorchKernel::kFlash;
   const int64_t q_len = query.size(2), kv_len = key.size(2);
   const Tensor none, grad = grad_out.stride(3) == 1 ? grad_out : grad_out.contiguous();
-  return try_kernel(flash, false, [&] {
+  return try_kernel(flash ? kFlashBackward : kCudnnBackward, [&] {
     const auto [q, k, v] =
         flash ? at::_scaled_dot_product_flash_attention_backward(grad, query, key, value, out, lse, none, none, q_len,
                                                                  kv_len, 0., args.causal, none, none, args.scale)

@@ -52,7 +52,7 @@ Tensor sum_heads(const Tensor& x, const c10::SymInt& num_kv_heads, const HeadMap
 
 double score_factor(const Tensor& query, const AttentionArguments& args) {
   const int64_t head_dim = known_size(query, 3);
-  return args.scale ? *args.scale : head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(head_dim)) : 1.0;
+  return args.scale ? *args.scale : default_scale(head_dim);
 }
 
 // The factors of the probabilities under dropout, [B, Hq, Lq, Lkv]: the draw of core/dropout.h in signed numbers.

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/core/extremes.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
 #include <attnpack/ops/detail/sequences.h>
@@ -17,8 +18,7 @@ std::vector<SymInt> linear_out_shape(const Tensor& query, const Tensor& value) {
 }
 
 double linear_scale(const Tensor& query, const LinearAttentionArguments& args) {
-  const int64_t dim = query.size(3);
-  return args.scale ? *args.scale : dim > 0 ? 1.0 / std::sqrt(static_cast<double>(dim)) : 1.0;
+  return args.scale ? *args.scale : default_scale(query.size(3));
 }
 
 void check_linear_attention(const Tensor& query, const Tensor& key, const Tensor& value,

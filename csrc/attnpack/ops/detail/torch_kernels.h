@@ -19,16 +19,13 @@ enum class CudaChoice { kOwn, kFastest };
 CudaChoice cuda_choice();
 std::string describe_cuda_choice();
 
-enum class TorchKernel { kNone, kFlash, kCudnn };
-// What a choice depends on, beside the environment.
+// The properties of a call on which the choice depends, besides the environment.
 struct TorchCall {
   int capability;    // 10 * major + minor
   int64_t head_dim;  // also of the values
   int64_t rows;      // of a kv head: queries times members of its group
   bool gradients;    // whether there are, or will be, gradients
 };
-// The kernel of torch by which the operator runs a call: only on devices for which we have no kernels of their class.
-TorchKernel operator_kernel(const TorchCall& call);
 // Whether F.scaled_dot_product_attention is faster than the operator.
 bool sdpa_is_faster(const TorchCall& call);
 

@@ -10,26 +10,15 @@ from ...errors import DTYPES
 from .conversion import ConversionReport, Request, convert_checkpoint
 from .streams import LONGEST
 from .to_gguf import write_gguf
-from .to_mla import checkpoint_to_mla, describe_latent
+from .to_mla import LatentReport, checkpoint_to_mla
 
-# The value of each option that nobody gives (tools/cli.py); and the options that say how heads are merged.
-_UNGIVEN = {
-    "method": "aligned",
-    "window": 1,
-    "groups": None,
-    "seed": None,
-    "encoder": False,
-    "rope_dim": None,
-    "dtype": None,
-    "text": None,
-    "tokens": 2048,
-}
+# The options that say how heads are merged.
 _OF_HEADS = ("method", "window", "groups", "seed", "encoder")
 
 
 def main(args: argparse.Namespace) -> None:
     if args.to_gguf:
-        _refuse(args, tuple(_UNGIVEN), "--to-gguf, which changes the format only")
+        _refuse(args, tuple(args.ungiven), "--to-gguf, which changes the format only")
         written = write_gguf(args.source, args.out, args.to_gguf)
         print(json.dumps(asdict(written)) if args.json else written)
         return
@@ -64,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], beside: str) -> None:
-    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != _UNGIVEN[name]]:
+    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != args.ungiven[name]]:
         raise ValueError(f"{', '.join(given)}: got together with {beside}; leave it out")
 
 
@@ -76,12 +65,29 @@ def describe_conversion(report: ConversionReport) -> list[str]:
         *(f"note: {note}" for note in report.notes),
         *(f"warning: {warning}" for warning in report.warnings),
     ]
-    if report.perplexity is not None:
-        figures = f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}"
-        lines.append(f"perplexity on {report.tokens} tokens, at most {LONGEST} at a time: {figures}")
-        if report.perplexity > report.perplexity_before:
-            lines.append(
-                f"That is worse than before: `attnpack uptrain {report.out} --text FILE --minutes N` trains it to do "
-                "what the original does"
-            )
+    return lines + _perplexities(report, 1.0)
+
+
+def describe_latent(report: LatentReport) -> list[str]:
+    lines = [
+        f"{report.out}: {report.layers} layers, {report.heads} query heads, {report.kv_heads_before} key-value heads "
+        f"-> latents of {report.kv_lora_rank} and a rotating key of {report.qk_rope_head_dim}, in "
+        f"{report.seconds:.1f} s",
+        f"KV cache {report.kv_bytes_per_token_before} -> {report.kv_bytes_per_token} bytes per token",
+        *(f"note: {note}" for note in report.notes),
+    ]
+    return lines + _perplexities(report, 1.001)  # an exact conversion differs by rounding
+
+
+def _perplexities(report: ConversionReport | LatentReport, slack: float) -> list[str]:
+    """The line about them, and the advice where the new one is above `slack` times the old one."""
+    if report.perplexity is None or report.perplexity_before is None:
+        return []
+    figures = f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}"
+    lines = [f"perplexity on {report.tokens} tokens, at most {LONGEST} at a time: {figures}"]
+    if report.perplexity > slack * report.perplexity_before:
+        lines.append(
+            f"That is worse than before: `attnpack uptrain {report.out} --text FILE --minutes N` trains it to do what "
+            "the original does"
+        )
     return lines

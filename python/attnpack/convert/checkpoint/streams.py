@@ -120,14 +120,14 @@ class Streams:
         """Perplexity of the original and of the converted model; the functions read the tensors outside of layers."""
         if self._old is None:
             return None, None
-        return (
-            self._perplexity(self._config, self._old, read),
-            self._perplexity(self._converted, self._new, converted or read),
-        )
+        ends = _last_weights(self._config, read)
+        before = self._perplexity(self._config, self._old, *ends)
+        if converted is not None:
+            del ends  # memory holds one head
+            ends = _last_weights(self._converted, converted)
+        return before, self._perplexity(self._converted, self._new, *ends)
 
-    def _perplexity(self, config: dict[str, Any], states: Tensor, read: Callable[[str], Tensor]) -> float:
-        weight = read("model.norm.weight").float()
-        head = read("model.embed_tokens.weight" if config["tie_embeddings"] else "lm_head.weight").float()
+    def _perplexity(self, config: dict[str, Any], states: Tensor, weight: Tensor, head: Tensor) -> float:
         normed = F.rms_norm(states[:, :-1], weight.shape, weight, config["eps"]).flatten(0, 1) * config["logit_scale"]
         wanted = self._measured[:, 1:].flatten()
         losses = [
@@ -135,6 +135,12 @@ class Streams:
             for rows, ids in zip(normed.split(_ROWS), wanted.split(_ROWS), strict=True)
         ]
         return math.exp(min(700.0, (sum(losses) / wanted.numel()).item()))
+
+
+def _last_weights(config: dict[str, Any], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    """The weights of the last norm and of the head, in fp32."""
+    head = read("model.embed_tokens.weight" if config["tie_embeddings"] else "lm_head.weight")
+    return read("model.norm.weight").float(), head.float()
 
 
 def _embed(config: dict[str, Any], ids: Tensor, table: Tensor) -> Tensor:

@@ -81,8 +81,9 @@ def checkpoint_to_mla(
         tokens: how many tokens to measure on, and as many more to learn from.
 
     Raises:
-        ValueError: the checkpoint is damaged, or has what latent attention cannot hold, which is named: norms of
-        queries and keys, soft caps, windows and others. Or the sizes do not fit. `out` is not made then.
+        ValueError: the checkpoint is damaged; its model has settings that latent attention cannot hold (norms of
+        queries and keys, soft caps, windows and others), and the message names them; or the sizes do not fit. `out` is
+        not made then.
     """
     started, notes = time.monotonic(), []
     source, out = as_path("source", source), as_path("out", out)
@@ -111,25 +112,6 @@ def checkpoint_to_mla(
         report = _make_report(checkpoint, out, config, streams.tokens, perplexities, notes, time.monotonic() - started)
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
-
-
-def describe_latent(report: LatentReport) -> list[str]:
-    lines = [
-        f"{report.out}: {report.layers} layers, {report.heads} query heads, {report.kv_heads_before} key-value heads "
-        f"-> latents of {report.kv_lora_rank} and a rotating key of {report.qk_rope_head_dim}, in "
-        f"{report.seconds:.1f} s",
-        f"KV cache {report.kv_bytes_per_token_before} -> {report.kv_bytes_per_token} bytes per token",
-        *(f"note: {note}" for note in report.notes),
-    ]
-    if report.perplexity is not None:
-        figures = f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}"
-        lines.append(f"perplexity on {report.tokens} tokens, at most {LONGEST} at a time: {figures}")
-        if report.perplexity > 1.001 * report.perplexity_before:
-            lines.append(
-                f"That is worse than before: `attnpack uptrain {report.out} --text FILE --minutes N` trains it to do "
-                "what the original does"
-            )
-    return lines
 
 
 def _open_conversion(source: DecoderOnly, kv_lora_rank: int, rope_dim: int | None) -> Any:
@@ -190,10 +172,11 @@ def _convert(
 ) -> None:
     layers = source.layers()
     for name in layers.pop(""):
-        tensor = _with_factors(source, name)
+        old = source.read(name)
+        new = _C.convert.with_multipliers(name, old, **source.config)
         if name == "model.embed_tokens.weight":
-            streams.embed_tokens(source.read(name), tensor)
-        write_tensor(name, tensor)
+            streams.embed_tokens(old, new)
+        write_tensor(name, new)
     for prefix, names in progress(layers.items(), f"converting {source.path.name}"):
         old = {name: source.read(name) for name in names}
         made = conversion.convert(_within(prefix, old), streams.attention_input(prefix, old))

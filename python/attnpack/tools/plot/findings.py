@@ -1,4 +1,4 @@
-"""What a model's heads are clearest at: the list of findings on the page of heads.
+"""The habits that a model's heads show most clearly: the list of findings on the page of heads.
 
 L tokens, H heads of a layer.
 """
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     """The head in which a habit is strongest, and the query and the key that show it best."""
 
     habit: str
-    """What the head reads, in words."""
+    """The keys that the head reads, in words."""
     layer: int
     head: int
     query: int

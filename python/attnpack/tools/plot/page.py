@@ -28,7 +28,7 @@ class AttentionPage(NamedTuple):
 
     text: str
     findings: list[Finding]
-    """What the heads are clearest at: the buttons at the top of the page."""
+    """The habits that the heads show most clearly: the buttons at the top of the page."""
     opened: Finding
     """The one at which the page opens."""
 

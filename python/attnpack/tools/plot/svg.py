@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from .colours import GROUPS, INK
-
-__all__ = ["GROUPS", "INK", "box", "circle", "dot", "line", "number", "path", "strip", "text"]
+from .colours import INK
 
 
 def number(value: float) -> str:

@@ -66,7 +66,7 @@ def one_query(
     parts = [text(MARGIN - 12, y, name, right=True) for name, y in names]
     middle_of_all, end = MARGIN + count * COLUMN / 2, 318
     parts += [
-        text(MARGIN - 12, 28, f"query of{_spaced(words[count - 1])}", right=True, bold=True),
+        text(MARGIN - 12, 28, f"query of {_shown(words[count - 1])}", right=True, bold=True),
         strip(middle_of_all - 36, 16, query[:SHOWN].tolist(), QUERY),
         text(MARGIN - 12, end + 14, "output: their weighted sum", right=True),
         strip(middle_of_all - 36, end, (weights @ values)[:SHOWN].tolist(), VALUE),
@@ -89,7 +89,7 @@ def one_query(
 
 
 def heads(words: Sequence[str], weights: Tensor, outputs: Tensor) -> Drawing:
-    """What each head reads for one token: weights [H, K] over the words, and each head's output [H, D]. The outputs
+    """The heads of one token: their weights [H, K] over the words, and each head's output [H, D]. The outputs
     stand side by side, and the output projection makes one vector of them."""
     num_heads, count = weights.shape
     step = 78
@@ -97,7 +97,7 @@ def heads(words: Sequence[str], weights: Tensor, outputs: Tensor) -> Drawing:
     start = MARGIN + (width - MARGIN - count * COLUMN) / 2
     parts = [
         text(MARGIN - 12, 30, "tokens that are read", right=True),
-        text(MARGIN - 12, 166, f"heads of{_spaced(words[count - 1])}", right=True),
+        text(MARGIN - 12, 166, f"heads of {_shown(words[count - 1])}", right=True),
         text(MARGIN - 12, 206, "their outputs", right=True),
         text(MARGIN - 12, 258, "joined, and projected", right=True),
     ]
@@ -121,7 +121,3 @@ def heads(words: Sequence[str], weights: Tensor, outputs: Tensor) -> Drawing:
 
 def _shown(word: str) -> str:
     return word.strip() or repr(word)
-
-
-def _spaced(word: str) -> str:
-    return f" {_shown(word)}"

@@ -181,13 +181,10 @@ inline Bytes add_signed_products(Bytes sum, Bytes codes, Bytes x) {
 
 // The upper half of each lane of a, and above it the lower half of b.
 inline Bytes joined_halves(Bytes a, Bytes b) {
-#if defined(__aarch64__)
-  return vorrq_s32(shifted_right<16>(a), shifted_left<16>(b));
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
   return _mm512_rol_epi32(_mm512_mask_blend_epi16(0xaaaaaaaa, b, a), 16);
 #else
-  const Bytes turned = _mm256_blend_epi16(b, a, 0xaa);
-  return shifted_right<16>(turned) | shifted_left<16>(turned);
+  return either(shifted_right<16>(a), shifted_left<16>(b));
 #endif
 }
 

@@ -35,7 +35,10 @@ class LinearHeads {
         ld_(c_.value_ld) {}
 
   void compute() {
-    if (of_.count <= kSteps) return for_each_head([&](A*) { compute_steps(); });
+    if (of_.count <= kSteps) {
+      c_.load_keys(of_, 0, of_.count);
+      return for_each_head([&](A*) { compute_steps(); });
+    }
     for_each_head([&](A* state) { load_state(p_, p_.initial_state, of_.state(p_), state, ld_); });
     for (int64_t begin = 0; begin < of_.count; begin += kChunk) {
       c_.load_keys(of_, begin, smaller(kChunk, of_.count - begin));
@@ -67,7 +70,7 @@ class LinearHeads {
     A* const to = static_cast<A*>(p_.state) + of_.state(p_);
     const A* const from = p_.initial_state ? static_cast<const A*>(p_.initial_state) + of_.state(p_) : nullptr;
     if (of_.count == 0) return copy_state(from, to);
-    c_.load_tokens(of_, 0, of_.count);
+    c_.load_head(of_, 0);
     load_values(0);
     for (int64_t t = 0; t < of_.count; ++t) step(t, t == 0 ? from : to, p_.v_head_dim, to, p_.v_head_dim);
     store_out(0);

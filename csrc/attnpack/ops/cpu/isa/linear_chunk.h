@@ -112,13 +112,11 @@ struct LinearSequence {
   }
 };
 
-inline int64_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
-
 // The rows of value, and maybe those of query and key, that follow a chunk which begins at token `begin`.
 inline RowFetcher next_rows(const LinearAttentionParams& p, const LinearSequence& of, int64_t begin, bool with_keys) {
   RowFetcher rows;
   const int64_t first = of.first + begin + kChunk, count = smaller(of.count - begin - kChunk, kChunk);
-  const int64_t element = element_size(p.dtype);
+  const int64_t element = bytes_of(p.dtype);
   if (with_keys) {
     rows.add(p.query, p.query_strides, element, of.b, of.key_head, first, count, p.head_dim);
     rows.add(p.key, p.key_strides, element, of.b, of.key_head, first, count, p.head_dim);
@@ -189,13 +187,14 @@ class Chunk {
   A* whole_decay;                  // of the whole chunk, [key_ld]
   A* beta;                         // [count]
   A *probs, *overlaps;             // P and -A, [count, score_ld]; 0 above the diagonal
-  A *by_query, *by_key;            // one decay per head: q_t k_s and k_t k_s, which all value heads of a key head share
-  A* spans;                        // one decay per head: prod_{s < r <= t} a_r, [count, score_ld]
-  A *from_start, *to_end;          // per channel: the decays from the start of the token's block to the
-                                   // token, and from the token to the start of the present block
-  A *block_query, *block_key;      // per channel: a block's rows times from_start, [kBlock, key_ld]
-  A* earlier_keys;                 // per channel: the keys before the block times to_end
-  A* panels;                       // keys, transposed
+  A *query_products,
+      *key_products;           // one decay per head: q_t k_s and k_t k_s, which all value heads of a key head share
+  A* spans;                    // one decay per head: prod_{s < r <= t} a_r, [count, score_ld]
+  A *from_start, *to_end;      // per channel: the decays from the start of the token's block to the
+                               // token, and from the token to the start of the present block
+  A *block_query, *block_key;  // per channel: a block's rows times from_start, [kBlock, key_ld]
+  A* earlier_keys;             // per channel: the keys before the block times to_end
+  A* panels;                   // keys, transposed
 
   Chunk(const LinearAttentionParams& params, Arena& arena)
       : p(params),
@@ -214,8 +213,8 @@ class Chunk {
     probs = arena.take<A>(scores);
     overlaps = arena.take<A>(scores);
     const bool share = p.shared_heads > 1 && !p.per_channel;
-    by_query = share ? arena.take<A>(scores) : probs;
-    by_key = share ? arena.take<A>(scores) : overlaps;
+    query_products = share ? arena.take<A>(scores) : probs;
+    key_products = share ? arena.take<A>(scores) : overlaps;
     spans = arena.take<A>(scores);
     if (p.per_channel) {
       from_start = arena.take<A>(keys);
@@ -241,7 +240,7 @@ class Chunk {
     for (int64_t t = 0; t < count; ++t)
       each_channel([&](int64_t c) { store<A>(query + t * key_ld + c, load_at(query, t, c) * scale); });
   }
-  // What each value head has of its own.
+  // The decays and beta of the value head.
   void load_head(const LinearSequence& of, int64_t begin) {
     const int64_t first = of.first + begin;
     if (p.beta)
@@ -294,8 +293,8 @@ class Chunk {
         multiply(end - begin, end, p.head_dim, by_rows(rows + begin * key_ld, key_ld), across(panels, p.head_dim),
                  to + begin * score_ld, score_ld, false);
       };
-      if (with_probs) products(query, by_query);
-      if (with_overlaps) products(key, by_key);
+      if (with_probs) products(query, query_products);
+      if (with_overlaps) products(key, key_products);
     });
   }
   void apply_decays_to_products(bool with_probs, bool with_overlaps) {
@@ -306,8 +305,8 @@ class Chunk {
         for_each_vector<A>(end, [&](int64_t s) {
           const int64_t at = t * score_ld + s;
           const Vec<A> kept = load<A>(spans + at), none{};
-          if (with_probs) store<A>(probs + at, kept == 0 ? none : load<A>(by_query + at) * kept);
-          if (with_overlaps) store<A>(overlaps + at, kept == 0 ? none : load<A>(by_key + at) * -kept);
+          if (with_probs) store<A>(probs + at, kept == 0 ? none : load<A>(query_products + at) * kept);
+          if (with_overlaps) store<A>(overlaps + at, kept == 0 ? none : load<A>(key_products + at) * -kept);
         });
     });
   }

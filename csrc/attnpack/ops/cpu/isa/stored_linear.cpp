@@ -90,8 +90,8 @@ void store_outputs(const StoredLinearParams& p, Range rows, int64_t output, int6
 
 #if defined(ATTNPACK_BYTE_PRODUCTS)
 
-constexpr int64_t kPanelInputs = 512;               // most inputs of a panel
-constexpr int kFewRows = kRegisters == 32 ? 6 : 2;  // of the input, which need no panel
+constexpr int64_t kPanelInputs = 512;    // most inputs of a panel
+constexpr int kFewRows = kRowsTogether;  // of the input, which need no panel
 constexpr int64_t kMostRowBytes = kPanelInputs / 32 * 34;
 
 // Fetches memory that is read next, a piece at a time, in the order of its addresses.

@@ -63,11 +63,10 @@ class BackwardTile {
   ATTNPACK_DEVICE BackwardTile(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
                                Shared& shared)
       : bp_(bp), p_(bp.forward), shared_(shared), lane_(thread_id() % kWarp), warp_(thread_id() / kWarp) {
-    const BlockPlace at = place_of_owners(p_, plan, Of, backward_tiles(p_, plan, Of), block);
-    const HeadPlace head = place_of_head(at.head, p_.num_kv_heads);
-    b_ = head.batch;
-    kv_head_ = head.kv_head;
-    first_ = static_cast<int64_t>(at.tile) * kTileOwners;
+    const OwnersPlace at = place_of_owners(p_, plan, Of, backward_tiles(p_, plan, Of), kTileOwners, block);
+    b_ = at.batch;
+    kv_head_ = at.kv_head;
+    first_ = at.first;
     const int64_t left = (kOwnsRows ? group_size(p_, kv_head_) * p_.q_len : p_.kv_len) - first_;
     count_ = left < kTileOwners ? static_cast<int>(left) : kTileOwners;
     others_ = kOwnsRows ? hull(p_, b_, kv_head_, first_, kTileOwners)

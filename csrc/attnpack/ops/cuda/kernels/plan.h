@@ -19,7 +19,6 @@ ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_
 ATTNPACK_HD static inline bool has_ranges(const AttentionParams& p) {
   return p.causal || p.window_left >= 0 || p.window_right >= 0;
 }
-static inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 enum class ForwardKernel : int32_t { kExact, kPrefill, kDecode, kLatent, kSm90, kLatentSm90 };
 
@@ -266,14 +265,20 @@ ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const
   return (owners + kBackwardOwners - 1) / kBackwardOwners;
 }
 
-// The kv head of all sequences and the tile of a block. The longest tiles come first: with causality the last rows see
-// most keys, and the first keys are seen by most rows.
-ATTNPACK_HD static inline BlockPlace place_of_owners(const AttentionParams& p, const BackwardPlan& plan, Gradient of,
-                                                     int64_t tiles, int64_t block) {
+struct OwnersPlace {
+  int32_t batch, kv_head;
+  int64_t first;
+};
+// The sequence, the kv head and the first owner of a block. The longest tiles come first: with causality the last rows
+// see most keys, and the first keys are seen by most rows.
+ATTNPACK_HD static inline OwnersPlace place_of_owners(const AttentionParams& p, const BackwardPlan& plan, Gradient of,
+                                                      int64_t tiles, int64_t tile_owners, int64_t block) {
   const bool rows = of == Gradient::kQuery;
   const BlockPlace at =
       place_of_block(block, p.batch * p.num_kv_heads, tiles, rows ? plan.section_of_rows : plan.section_of_keys);
-  return {at.head, rows ? static_cast<int32_t>(tiles) - 1 - at.tile : at.tile};
+  const HeadPlace head = place_of_head(at.head, p.num_kv_heads);
+  const int64_t tile = rows ? static_cast<int32_t>(tiles) - 1 - at.tile : at.tile;
+  return {head.batch, head.kv_head, tile * tile_owners};
 }
 
 static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int64_t most_group, const Device& device) {

@@ -36,11 +36,10 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
     const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kKeyAndValue);
-    const BlockPlace at = place_of_owners(p_, plan, Gradient::kKeyAndValue, tiles, block);
-    const HeadPlace head = place_of_head(at.head, p_.num_kv_heads);
-    b_ = head.batch;
-    kv_head_ = head.kv_head;
-    first_ = static_cast<int64_t>(at.tile) * kOwners;
+    const OwnersPlace at = place_of_owners(p_, plan, Gradient::kKeyAndValue, tiles, kOwners, block);
+    b_ = at.batch;
+    kv_head_ = at.kv_head;
+    first_ = at.first;
     count_ = static_cast<int>(p_.kv_len - first_ < kOwners ? p_.kv_len - first_ : kOwners);
     rows_ = rows_that_see(p_, b_, kv_head_, {first_, first_ + kOwners});
     members_ = static_cast<int>(group_size(p_, kv_head_));

@@ -28,11 +28,10 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
     const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kQuery);
-    const BlockPlace at = place_of_owners(p_, plan, Gradient::kQuery, tiles, block);
-    const HeadPlace head = place_of_head(at.head, p_.num_kv_heads);
-    b_ = head.batch;
-    kv_head_ = head.kv_head;
-    first_ = static_cast<int64_t>(at.tile) * kOwners;
+    const OwnersPlace at = place_of_owners(p_, plan, Gradient::kQuery, tiles, kOwners, block);
+    b_ = at.batch;
+    kv_head_ = at.kv_head;
+    first_ = at.first;
     const int64_t left = group_size(p_, kv_head_) * p_.q_len - first_;
     count_ = left < kOwners ? static_cast<int>(left) : kOwners;
     keys_ = hull(p_, b_, kv_head_, first_, kOwners);
