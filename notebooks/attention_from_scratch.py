@@ -65,7 +65,7 @@ walkthrough.embedding(words, ids, table[ids])
 # %% [markdown]
 # ## From vectors to queries, keys and values
 #
-# What does "it" mean in this sentence? Its row of the table cannot say so: that row is the same in every sentence. The
+# In this sentence "it" is the cat. Its row of the table cannot say so: that row is the same in every sentence. The
 # vector of "it" must learn something from the vector of "cat". Attention is the one part of a model where tokens read
 # each other; all other parts treat each vector by itself. For each token, attention makes three short vectors:
 #

@@ -196,7 +196,7 @@ def run_steps(module, x):
 
 
 def printed_by(function, *inputs):
-    """What a call prints, and what it returns."""
+    """The text that a call prints, and its result."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page), torch.no_grad():
         result = function(*inputs)

@@ -39,6 +39,7 @@ from attnpack.tools import bench
 from attnpack.tools.course import largest_difference, time_in_turn
 from attnpack.tools.plot import attention as plot_attention
 from attnpack.tools.plot import newest
+from attnpack.tools.plot.colours import BLUE, PLAIN, WEIGHT
 from matplotlib.colors import ListedColormap
 
 torch.manual_seed(0)
@@ -300,7 +301,7 @@ figure, panels = plt.subplots(1, 2, figsize=(6.6, 3.2), dpi=110, layout="constra
 kinds = ((named[0], "indexer: 4 keys"), (weights[0, 0] > 0, "means: 2 blocks of 3"))
 for panel, (picture, title) in zip(panels, kinds, strict=True):
     shown = torch.where(picture, 2, torch.where(later, 0, 1))
-    image = panel.imshow(shown, cmap=ListedColormap(["#eeeeee", "#c9c2e6", "#0072B2"]), vmin=0, vmax=2)
+    image = panel.imshow(shown, cmap=ListedColormap([PLAIN, WEIGHT, BLUE]), vmin=0, vmax=2)
     panel.set(title=title, xlabel="key", xticks=range(0, length, 2), yticks=range(0, length, 2))
 panels[0].set_ylabel("query")
 bar = figure.colorbar(image, ax=panels, ticks=[1 / 3, 1, 5 / 3])

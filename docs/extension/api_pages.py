@@ -1,11 +1,10 @@
 """Pages of one class or function: ```{api-class} attnpack.GroupedQueryAttention```, and tables of them,
 ```{api-table}```, whose lines are names."""
 
+import operator
+
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
-
-ABOUT_OTHER_FORMS = ("extra_repr",)
-"""Members that torch asks for and users do not."""
 
 
 class _Rst(SphinxDirective):
@@ -21,11 +20,13 @@ class ApiClassDirective(_Rst):
     required_arguments = 1
 
     def run(self):
+        import attnpack
+
         name = self.arguments[0]
         lines = [f".. autoclass:: {name}", "   :show-inheritance:", "   :members:"]
-        if hasattr(_object(name), "forward"):
+        if hasattr(operator.attrgetter(name.removeprefix("attnpack."))(attnpack), "forward"):
             lines.append("   :inherited-members: Module")
-            lines.append(f"   :exclude-members: {', '.join(('forward', *ABOUT_OTHER_FORMS))}")
+            lines.append("   :exclude-members: forward, extra_repr")  # torch asks for extra_repr, users do not
             lines += ["", "   .. automethod:: forward"]
         else:
             lines.append("   :inherited-members:")
@@ -47,12 +48,3 @@ class ApiTableDirective(_Rst):
     def run(self):
         names = "\n".join(f"   {name}" for name in self.content)
         return self.rst(f".. autosummary::\n   :nosignatures:\n\n{names}")
-
-
-def _object(name: str):
-    import attnpack
-
-    found = attnpack
-    for part in name.split(".")[1:]:
-        found = getattr(found, part)
-    return found

@@ -2,6 +2,7 @@
 is the notebook's first schematic, or else its first picture."""
 
 import base64
+import functools
 import html
 import json
 import re
@@ -16,22 +17,24 @@ ROW = re.compile(r"^\| (\d+) \| \[(\w+)\]\(\.\./notebooks/\w+\.ipynb\) \| (.*) \
 TYPES = {"image/svg+xml": "svg", "image/png": "png"}
 
 
+@functools.cache
+def _cells(name: str) -> list[dict]:
+    return json.loads((ROOT / f"notebooks/{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+
+
 class Notebook(NamedTuple):
     number: int
     name: str
     shows: str
 
-    def cells(self) -> list[dict]:
-        return json.loads((ROOT / f"notebooks/{self.name}.ipynb").read_text(encoding="utf-8"))["cells"]
-
     def title(self) -> str:
         """The title without what follows a colon."""
-        first = next(line for cell in self.cells() for line in cell["source"] if line.startswith("# "))
+        first = next(line for cell in _cells(self.name) for line in cell["source"] if line.startswith("# "))
         return first[2:].split(":")[0].strip()
 
     def picture(self) -> tuple[str, bytes]:
         """(the file's name, its bytes)"""
-        outputs = [each.get("data", {}) for cell in self.cells() for each in cell.get("outputs", [])]
+        outputs = [each.get("data", {}) for cell in _cells(self.name) for each in cell.get("outputs", [])]
         for kind, ending in TYPES.items():
             for data in outputs:
                 if kind in data:

@@ -3,6 +3,7 @@
 `python docs/extension/heads_pages.py` computes the numbers again, from SmolLM2.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -16,14 +17,21 @@ TEXTS = {
 BACK = '<body>\n<p class="note"><a href="../howto/heads.html">attnpack: look at heads</a></p>'
 
 
+@functools.cache
+def smollm2() -> tuple:
+    """(model, tokenizer)"""
+    from attnpack import checkpoints
+
+    path = checkpoints.smollm2_path()
+    return checkpoints.load(path), checkpoints.load_tokenizer(path)
+
+
 def compute(text: str) -> dict:
     """The numbers of a page: all layers of SmolLM2 on the text."""
     import torch
-    from attnpack import checkpoints
     from attnpack.tools.plot.page import page_data
 
-    path = checkpoints.smollm2_path()
-    model, tokenizer = checkpoints.load(path), checkpoints.load_tokenizer(path)
+    model, tokenizer = smollm2()
     ids = tokenizer.encode(text)
     with torch.no_grad():
         return page_data(model, ids, [tokenizer.decode([token]) for token in ids])

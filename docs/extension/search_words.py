@@ -1,5 +1,5 @@
-"""What readers type into the search, by the notebook that answers it. The words are main entries of the index, which
-the search puts first."""
+"""Words that readers type into the search, by the notebook that answers them. The words are main entries of the index,
+which the search puts first."""
 
 from sphinx import addnodes
 
