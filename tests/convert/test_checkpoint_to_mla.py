@@ -1,6 +1,7 @@
 """Whole checkpoints to latent attention: the logits of the original at full rank, in transformers too, and the rest."""
 
 import json
+import shutil
 
 import attnpack
 import pytest
@@ -347,6 +348,14 @@ def test_a_model_that_latent_attention_cannot_hold_is_refused(settings, words):
 def test_sizes_that_do_not_fit_name_the_flag(arguments, words, source, tmp_path, capsys):
     assert run(source("llama"), tmp_path / "out", *arguments) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(source, tmp_path):
+    weights = shutil.copytree(source("llama"), tmp_path / "in") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors"):
+        convert.checkpoint_to_mla(tmp_path / "in", tmp_path / "out", 9, tokens=0)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_latent_checkpoint_and_a_rank_of_zero_are_refused(source, tmp_path, capsys):

@@ -39,6 +39,9 @@ bool consecutive(const std::vector<int64_t>& map, int64_t num_kv_heads) {
 // Refuses a layer without the projections that a conversion reads.
 template <typename Options>
 void check_has_own_projections(const Options& o) {
+  ATTNPACK_CHECK(o.own_keys(),
+                 "own_keys: got a layer without, which reads the keys of another one; convert that one, and leave this "
+                 "one as it is");
   ATTNPACK_CHECK(!o.keys_as_values(),
                  "keys_as_values: got a layer with it, conversion wants k_proj and v_proj apart; give it a v_proj with "
                  "the weights of k_proj first");
@@ -90,6 +93,7 @@ void check_has_latent_form(const Impl& module) {
                    ": got a layer with it, which latent attention does not have; conversion would lose it");
   };
   lacks(o.window().has_value() && *o.window() != Window{-1, -1}, "window");
+  lacks(o.chunk().has_value(), "chunk");
   lacks(o.softcap() != 0, "softcap");
   lacks(o.sinks(), "sinks");
   lacks(o.alibi(), "alibi");
