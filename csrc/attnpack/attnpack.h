@@ -23,7 +23,6 @@
 #include <attnpack/convert/similar.h>
 #include <attnpack/fwd.h>
 #include <attnpack/layers/alibi.h>
-#include <attnpack/layers/chunks.h>
 #include <attnpack/layers/compressed.h>
 #include <attnpack/layers/differential.h>
 #include <attnpack/layers/gate_heads.h>

@@ -50,6 +50,7 @@ typedef struct attnpack_attention_args {
   int32_t q_offset_end;               // not 0: q_offset is the number of valid keys - q_len, as a decode wants it
   int64_t q_offset;                   // the position of query 0
   int64_t window_left, window_right;  // keys from i + q_offset - left to i + q_offset + right; -1: unbounded
+  int64_t chunk;                      // keys of the query's chunk of so many positions; 0: all
   const int64_t* kv_lens;             // [batch] valid keys of each sequence, which may hold more; NULL: kv_len
   const int64_t* head_map;            // [num_heads] the kv head of each query head; NULL: groups of equal size
   const double* sinks;                // [num_heads] logits that join the denominators; or NULL

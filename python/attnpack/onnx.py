@@ -66,8 +66,8 @@ def _op() -> Any:
 # Tensors have no annotation here: torch reads an annotation as that of an ONNX attribute.
 def _attention(query, key, value, mask=None, q_offset=0, q_offsets=None, kv_lens=None, dropout_seed=None,
                key_index=None, key_block: int = 1, causal: bool = False, window_left: int = -1, window_right: int = -1,
-               softcap: float = 0.0, sinks=None, alibi_slopes=None, head_map: _Integers = None, dropout_p: float = 0.0,
-               scale: _Number = None):  # fmt: skip
+               chunk: _Number = None, softcap: float = 0.0, sinks=None, alibi_slopes=None, head_map: _Integers = None,
+               dropout_p: float = 0.0, scale: _Number = None):  # fmt: skip
     if dropout_p > 0:
         raise ValueError(f"dropout_p is {dropout_p}, wants 0 for ONNX: call .eval() on the model before the export")
     op = _op()
@@ -83,7 +83,7 @@ def _attention(query, key, value, mask=None, q_offset=0, q_offsets=None, kv_lens
         key, value = keys, values
     places = _Places(op, query, key, q_offset, q_offsets)
     left_to_node = causal and places.begin_at_zero
-    allowed = places.allowed(causal and not left_to_node, window_left, window_right, kv_lens)
+    allowed = places.allowed(causal and not left_to_node, window_left, window_right, chunk, kv_lens)
     if key_index is not None:
         selected = _selected_keys(op, key, key_index, key_block, every_head if kv_heads > 1 else None)
         allowed = selected if allowed is None else op.And(allowed, selected)
@@ -96,7 +96,7 @@ def _attention(query, key, value, mask=None, q_offset=0, q_offsets=None, kv_lens
         lines = op.Neg(op.Mul(slopes, distance))
         bias = lines if bias is None else op.Add(op.Cast(bias, to=FLOAT), lines)
     scores = _scores(op, query, keys, factor, softcap)
-    every = places.allowed(causal, -1, -1, None) if left_to_node else None
+    every = places.allowed(causal, -1, -1, None, None) if left_to_node else None
     every = allowed if every is None else every if allowed is None else op.And(every, allowed)
     masked = scores
     if bias is not None:
@@ -126,9 +126,9 @@ def _attention(query, key, value, mask=None, q_offset=0, q_offsets=None, kv_lens
 
 def _refuse_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
                    block_table=None, kv_lens=None, q_offset=None, q_offsets=None, dropout_seed=None,
-                   causal: bool = False, window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
-                   sinks=None, alibi_slopes=None, head_map: _Integers = None, dropout_p: float = 0.0,
-                   scale: _Number = None):  # fmt: skip
+                   causal: bool = False, window_left: int = -1, window_right: int = -1, chunk: _Number = None,
+                   softcap: float = 0.0, sinks=None, alibi_slopes=None, head_map: _Integers = None,
+                   dropout_p: float = 0.0, scale: _Number = None):  # fmt: skip
     raise ValueError(
         "attention_varlen takes packed sequences, which ONNX's Attention node does not: export the model with padded "
         "tensors and kv_lens"
@@ -172,7 +172,7 @@ class _Places:
         by = max(-_FAR, min(self.offset + by, _FAR))
         return self.op.Add(self.count, self.op.Constant(value_int=by)) if by else self.count
 
-    def allowed(self, causal, window_left, window_right, kv_lens):
+    def allowed(self, causal, window_left, window_right, chunk, kv_lens):
         """Whether a query may attend a key, a bool mask; None where all may."""
         op = self.op
         conditions = []
@@ -182,6 +182,11 @@ class _Places:
             conditions.append(op.GreaterOrEqual(self.columns, self.moved(-window_left)))
         if window_right >= 0:
             conditions.append(op.LessOrEqual(self.columns, self.moved(window_right)))
+        if chunk is not None:
+            size = op.Constant(value_int=chunk)
+            begin = op.Sub(self.rows, op.Mod(self.rows, size))  # Mod has the sign of chunk
+            conditions.append(op.GreaterOrEqual(self.columns, begin))
+            conditions.append(op.Less(self.columns, op.Add(begin, size)))
         if kv_lens is not None:
             each = op.Unsqueeze(op.Cast(kv_lens, to=INT64), op.Constant(value_ints=[1, 2, 3]))
             conditions.append(op.Less(self.columns, each))

@@ -36,6 +36,7 @@ def attention(
     causal: bool = False,
     q_offset: int | Tensor | str = 0,
     window: tuple[int, int] = (-1, -1),
+    chunk: int | None = None,
     kv_lens: Tensor | None = None,  # [B]
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
@@ -54,7 +55,7 @@ def attention(
     """
     heads = _head_map(query, key, head_map)
     key, value = key[:, heads], value[:, heads]
-    allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
+    allowed = _allowed(query, key, mask, causal, q_offset, window, chunk, kv_lens)
     if key_index is not None:
         allowed = allowed & _named(key_index, key_block, heads, key.shape[2])
     scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, (scale, query_scale))
@@ -72,6 +73,7 @@ def attention_scores(
     causal: bool = False,
     q_offset: int | Tensor | str = 0,
     window: tuple[int, int] = (-1, -1),
+    chunk: int | None = None,
     kv_lens: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -90,7 +92,7 @@ def attention_scores(
         return _scaled_dot(query, key, everything, (scale, query_scale))
     if stage == "capped":
         return _cap(_scaled_dot(query, key, everything, (scale, query_scale)), softcap)
-    allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
+    allowed = _allowed(query, key, mask, causal, q_offset, window, chunk, kv_lens)
     if key_index is not None:
         allowed = allowed & _named(key_index, key_block, heads, key.shape[2])
     scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, (scale, query_scale))
@@ -143,7 +145,7 @@ def _in_window(query: Tensor, key: Tensor, offset: Tensor, window: tuple[int, in
     return inside.to(offset.device)
 
 
-def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
+def _allowed(query, key, mask, causal, q_offset, window, chunk, kv_lens) -> Tensor:
     """Bool `[B, Hq, Lq, Lkv]`: True for a key that a row may attend by all rules."""
     rows, columns = _positions(query, key, q_offset, kv_lens)
     allowed = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool, device=query.device)
@@ -151,6 +153,8 @@ def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
         allowed = allowed & (columns <= rows)
     if max(window) >= 0:
         allowed = allowed & _in_window(query, key, _offset(query, key, q_offset, kv_lens), window)
+    if chunk is not None:
+        allowed = allowed & (rows // chunk == columns // chunk)
     if kv_lens is not None:
         allowed = allowed & (columns < kv_lens.view(-1, 1, 1, 1))
     if mask is not None:

@@ -27,6 +27,7 @@ class Rules(TypedDict, total=False):
 
     causal: bool
     window: tuple[int, int]
+    chunk: int | None
     softcap: float
     sinks: Tensor | None
     alibi_slopes: Tensor | None

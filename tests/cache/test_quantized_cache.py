@@ -79,6 +79,12 @@ def test_each_query_sees_the_right_numbers(first, last, bits, dtype):
     [
         {"window": (4, 0)},
         {"window": (11, 0)},
+        {"chunk": 7},
+        {
+            "chunk": 20,
+            "window": (9, 0),
+            "mask": torch.rand(2, 1, 49, 49, generator=torch.Generator().manual_seed(1)) > 0.2,
+        },
         {"softcap": 3.0},
         {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
         {"alibi_slopes": torch.tensor([0.1, 0.5, 0.02, 0.3])},

@@ -88,6 +88,26 @@ def test_bits_do_not_depend_on_the_keys_before_the_window(length):
     compare(layer_for(16, 16, 600, dim=4), 600, [9000, *[length] * 20], batch=1)
 
 
+@pytest.mark.parametrize("keep_first", [0, 4])
+@torch.no_grad()
+def test_chunks_are_those_of_the_whole_sequence(keep_first):
+    """Positions are dropped in multiples of 256, chunks have 50."""
+    layer, plain = layer_for(4, 2, 70, chunk=50), layer_for(4, 2, 10**6)
+    plain.load_state_dict(layer.state_dict())
+    ring, full = attnpack.SlidingWindowCache(70, keep_first=keep_first), attnpack.DynamicCache()
+    random, at = torch.Generator().manual_seed(1), 0
+    for length in [300, 1, 1, 40, 500, *[1] * 30]:
+        x = torch.randn(2, length, 24, generator=random)
+        row, column = torch.arange(at, at + length).unsqueeze(1), torch.arange(at + length)
+        near = (row - column <= 70) | (column < keep_first)
+        wanted = plain(x, cache=full, mask=near & (row // 50 == column // 50))
+        torch.testing.assert_close(layer(x, cache=ring), wanted)
+        torch.testing.assert_close(layer(x[:, -1:], cache=ring.clone(), need_weights=True)[0],
+                                   layer(x[:, -1:], cache=ring.clone()))  # fmt: skip
+        at += length
+    assert ring.dropped.min() > 0
+
+
 @torch.no_grad()
 def test_a_module_with_a_narrower_window():
     layer, random = layer_for(4, 2, 20), torch.Generator().manual_seed(1)

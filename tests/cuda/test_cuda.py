@@ -166,7 +166,12 @@ def test_the_operator_grid(case):
     ],
 )
 def test_shapes_of_the_tensor_core_kernels(heads, lengths, dims, dtype):
-    for positions in ({}, {"causal": True, "q_offset": "end"}, {"window": (100, 0), "q_offset": "end"}):
+    for positions in (
+        {},
+        {"causal": True, "q_offset": "end"},
+        {"window": (100, 0), "q_offset": "end"},
+        {"chunk": 100, "q_offset": "end"},
+    ):
         check_on_device(make_inputs(dtype, heads, lengths, dims, positions=positions), gradients=lengths[0] > 16)
 
 

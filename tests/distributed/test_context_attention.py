@@ -154,6 +154,7 @@ WRONG = {
     "mask": {"mask": torch.ones(1, 1, 8, 8)},
     "dropout_p": {"dropout_p": 0.1},
     "q_offset": {"q_offset": 3},
+    "chunk": {"chunk": 8},
     "method": {"method": "star"},
     "layout": {"layout": "striped"},
     "group": {"group": 3},

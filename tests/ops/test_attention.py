@@ -220,6 +220,17 @@ def test_window_edges_wherever_it_stands(q_offset, window, lengths):
     assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [(2, 1100), (64, 300)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("chunk", [1, 2, 100, 256, 257, 1024, 5000])
+@pytest.mark.parametrize("q_offset", [-60, 0, 255, 256, 511, 1098, 2000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunk_edges_wherever_they_stand(q_offset, chunk, lengths, causal):
+    positions = {"q_offset": q_offset, "chunk": chunk, "causal": causal}
+    inputs = make_inputs(heads="mqa", lengths=lengths, positions=positions)
+    ours, theirs = (compute_results(attend, inputs, gradients=False) for attend in (attention, reference.attention))
+    assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_a_window_as_wide_as_an_integer_is_no_window():
     inputs = make_inputs(lengths=(40, 70))
     arguments = inputs.query, inputs.key, inputs.value

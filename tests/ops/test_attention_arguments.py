@@ -85,6 +85,7 @@ def fitting(make):
         "causal": lambda: make(st.booleans()),
         "q_offset": lambda: make(st.sampled_from([make(OFFSETS), "end", lengths(OFFSETS)])),
         "window": lambda: tuple(make(st.integers(-1, 6) | st.sampled_from([2**31, 2**63 - 1])) for _ in range(2)),
+        "chunk": lambda: make(st.integers(1, 6) | st.sampled_from([None, 2**31, 2**59])),
         "kv_lens": lambda: lengths(st.integers(0, kv_len)),
         "softcap": lambda: make(st.sampled_from([0.0, 0.5, 30.0])),
         "key_index": lambda: names(),
@@ -161,8 +162,8 @@ ANYTHING = (
     | st.sampled_from([None, "end", "", b"end", {}, object(), torch.float32, 1j])
 )
 ARGUMENTS = [
-    "query", "key", "value", "mask", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks", "alibi_slopes",
-    "head_map", "dropout_p", "scale", "key_index", "key_block", "return_lse",
+    "query", "key", "value", "mask", "causal", "q_offset", "window", "chunk", "kv_lens", "softcap", "sinks",
+    "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block", "return_lse",
 ]  # fmt: skip
 
 

@@ -24,6 +24,8 @@ def excluded_keys(rule, inputs):
         inputs.settings |= {"causal": True, "q_offset": edge - q_len}
     elif rule == "window":
         inputs.settings |= {"window": (-1, 3), "q_offset": torch.tensor([edge - 3 - q_len] * 2)}
+    elif rule == "chunk":
+        inputs.settings |= {"chunk": edge, "q_offset": edge - q_len}
     elif rule == "kv_lens":
         inputs.settings["kv_lens"] = torch.tensor([edge, edge])
     elif rule == "bool mask":
@@ -34,7 +36,7 @@ def excluded_keys(rule, inputs):
     return edge
 
 
-RULES = ["causality", "window", "kv_lens", "bool mask", "float mask", "fp64 mask"]
+RULES = ["causality", "window", "chunk", "kv_lens", "bool mask", "float mask", "fp64 mask"]
 
 
 def poisoned(x, value, edge):

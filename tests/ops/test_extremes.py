@@ -87,6 +87,23 @@ def test_offsets_and_windows_are_numbers_of_any_size(lengths, edge):
     assert_close(mixed[1], attention(*arguments, window=(left, right))[1])
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 2**31 + 1, 2**58 + 3, 2**59])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_offsets_and_chunks_are_numbers_of_any_size(lengths, chunk):
+    """Against Python's integers."""
+    inputs = make_inputs(lengths=lengths)
+    arguments = inputs.query, inputs.key, inputs.value
+    for offset in (0, -3, chunk - 2, -chunk - 2, chunk, 2**59 - 2, -(2**59) - 2, 2**61 + 1, MOST64, -MOST64 - 1):
+        rows = [min(offset, MOST64 - lengths[0]) + i for i in range(lengths[0])]
+        allowed = torch.tensor([[row // chunk == j // chunk for j in range(lengths[1])] for row in rows])
+        expected = reference.attention(*arguments, allowed)
+        for q_offset in (offset, torch.tensor([offset] * 2)):
+            settings = {"q_offset": q_offset, "chunk": chunk}
+            for attend in (attention, lambda *a, **s: formula(*a, **s)[0]):
+                assert_close(attend(*arguments, **settings), expected)
+            assert torch.equal(attention_scores(*arguments[:2], **settings) > 0, allowed.expand(2, 4, -1, -1))
+
+
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.float32, 1.7e38), (torch.bfloat16, -1.7e38), (torch.float64, 1e300)]
 )

@@ -64,6 +64,8 @@ SETTINGS = {
     "offsets": ({"causal": True, "q_offset": torch.tensor([2, -3])}, True),
     "far": ({"causal": True, "q_offset": 2**62 + 2, "window": (2**62, -1)}, True),
     "window": ({"window": (1, 2)}, True),
+    "chunk": ({"chunk": 3, "q_offset": -2}, True),
+    "causal chunk": ({"chunk": 2, "causal": True}, True),
     "causal window": ({"window": (1, -1), "causal": True}, True),
     "lengths": ({"kv_lens": LENS, "causal": True, "q_offset": "end"}, True),
     "softcap": ({"softcap": 1.5}, True),

@@ -26,6 +26,7 @@ SETTINGS = {
     "causal": {"causal": True},
     "window": {"window": (3, 2)},
     "sliding": {"causal": True, "window": (40, 0)},
+    "chunk": {"causal": True, "chunk": 30},
     "scores": {"softcap": 0.7, "sinks": True, "alibi": True, "causal": True, "scale": 0.4},
     "sinks": {"sinks": True, "window": (2, 0)},
 }

@@ -24,6 +24,7 @@ SETTINGS = {
     "plain": {},
     "causal": {"causal": True},
     "sliding": {"causal": True, "window": (40, 0)},
+    "chunk": {"causal": True, "chunk": 30},
     "scores": {"softcap": 0.7, "sinks": True, "alibi": True, "causal": True, "scale": 0.4},
 }
 DIMS = [(64, 64), (16, 12), (65, 17), (128, 128), (7, 33)]

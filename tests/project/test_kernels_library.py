@@ -99,6 +99,7 @@ RULES = {
     "plain": ({}, {}),
     "causal": ({"causal": 1, "q_offset": 60}, {"causal": True, "q_offset": 60}),
     "window": ({"window_left": 9, "window_right": 0, "q_offset": 30}, {"window": (9, 0), "q_offset": 30}),
+    "chunk": ({"chunk": 9, "causal": 1, "q_offset": 30}, {"chunk": 9, "causal": True, "q_offset": 30}),
     "far": (
         {"window_left": 2**63 - 1, "q_offset": 2**62, "causal": 1},
         {"window": (2**63 - 1, -1), "q_offset": 2**62, "causal": True},
@@ -243,6 +244,7 @@ WRONG = {
     "num_kv_heads is 0": {"num_kv_heads": 0},
     "head_map[0] is 2, wants 0 to 1": {"head_map": torch.tensor([2, 0, 0, 0, 0, 0])},
     "the window is -2, -1": {"window_left": -2},
+    "chunk is -1, wants how many": {"chunk": -1},
     "softcap is -1": {"softcap": -1.0},
     "scale is nan": {"scale": float("nan")},
     "q_offset is 3 with q_offset_end": {"q_offset": 3, "q_offset_end": 1},

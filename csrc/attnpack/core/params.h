@@ -33,7 +33,7 @@ struct Strides {
 };
 
 // Keys that a row names (key_index). Such a call is one row of a larger one. Its keys are the selected ones that
-// causality, window and kv_lens leave, in rising order, without the others: key j stands in row (skipped + j) %
+// causality, window, chunk and kv_lens leave, in rising order, without the others: key j stands in row (skipped + j) %
 // page_size of page block_table[(skipped + j) / page_size], where the pages are the blocks of key_block keys of the
 // sequence.
 struct SelectedKeys {
@@ -79,6 +79,7 @@ struct AttentionParams {
   int64_t q_offset;
   const int64_t* q_offsets;           // [batch], instead of q_offset
   int64_t window_left, window_right;  // -1: unbounded
+  int64_t chunk;                      // 0: none; only for the CPU
   const int64_t* kv_lens;             // [batch] valid keys; null: kv_len
 
   const double* sinks;         // [num_heads] or null
@@ -221,28 +222,45 @@ ATTNPACK_HD static inline int64_t valid_keys(const AttentionParams& p, int64_t b
 
 // The position of query row 0 of sequence b, within kMostOffset of 0, so that sums with windows stay in 64 bits.
 constexpr int64_t kMostOffset = (int64_t{1} << 60) / 2 * 3;
+// The most positions of a chunk. So a position beyond kMostOffset is in another chunk than every key.
+constexpr int64_t kMostChunk = int64_t{1} << 59;
 ATTNPACK_HD static inline int64_t first_position(const AttentionParams& p, int64_t b) {
   if (!p.q_offsets) return p.q_offset;
   const int64_t offset = p.q_offsets[b] > -kMostOffset ? p.q_offsets[b] : -kMostOffset;
   return offset < kMostOffset ? offset : kMostOffset;
 }
 
-// The range of keys that causality, window and kv_lens leave to query row i of sequence b.
+// The range of keys that causality, window, chunk and kv_lens leave to query row i of sequence b.
 ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
   const int64_t position = i + first_position(p, b);
   Range keys{0, valid_keys(p, b)};
   if (p.causal && position + 1 < keys.end) keys.end = position + 1;
   if (p.window_right >= 0 && position + p.window_right + 1 < keys.end) keys.end = position + p.window_right + 1;
   if (p.window_left >= 0 && position - p.window_left > keys.begin) keys.begin = position - p.window_left;
+#ifndef __CUDA_ARCH__  // such a call gets a mask there: a division of 64 bits would cost all kernels registers
+  if (p.chunk > 0) {
+    const int64_t past = position % p.chunk, begin = position - (past < 0 ? past + p.chunk : past);
+    if (begin > keys.begin) keys.begin = begin;
+    if (begin + p.chunk < keys.end) keys.end = begin + p.chunk;
+  }
+#endif
   if (keys.end < keys.begin) keys.end = keys.begin;
   return keys;
+}
+
+// Takes the rules away by which key_range differs from all keys.
+ATTNPACK_HD static inline void drop_ranges(AttentionParams& p) {
+  p.causal = false;
+  p.window_left = p.window_right = -1;
+  p.chunk = 0;
+  p.kv_lens = nullptr;
 }
 
 // The kernels cut the keys of a sequence into pieces that begin at multiples of some divisor of it. So results keep
 // their bits where whole multiples of it are taken away before the first key that is seen.
 constexpr int64_t kKeyAlignment = 256;
 
-// The keys that causality, window and kv_lens leave to the rows of sequence b together, from a multiple of
+// The keys that causality, window, chunk and kv_lens leave to the rows of sequence b together, from a multiple of
 // kKeyAlignment on. How work is cut depends on them, but not on the keys before them.
 ATTNPACK_HD static inline Range seen_keys(const AttentionParams& p, int64_t b) {
   if (p.q_len == 0) return {0, 0};

@@ -98,6 +98,9 @@ void AttentionCall::check() const {
   check_that(a.window_left >= -1 && a.window_right >= -1,
              "the window is %" PRId64 ", %" PRId64 ", wants numbers >= 0, or -1 for unbounded", a.window_left,
              a.window_right);
+  check_that(a.chunk >= 0 && a.chunk <= kMostChunk,
+             "chunk is %" PRId64 ", wants how many positions a chunk has, 1 to %" PRId64 ", or 0 for none", a.chunk,
+             kMostChunk);
   check_that(a.softcap >= 0 && std::isfinite(a.softcap), "softcap is %g, wants a finite number > 0, or 0 for none",
              a.softcap);
   check_that(std::fabs(a.scale) <= greatest_scale(wide), "scale is %g, wants a number of at most %g, or 0", a.scale,
@@ -151,6 +154,7 @@ void AttentionCall::fill(AttentionParams& p) {
   p.causal = a.causal != 0;
   p.window_left = near_window(a.window_left);
   p.window_right = near_window(a.window_right);
+  p.chunk = a.chunk;
   p.q_offset = near_offset(a.q_offset, a.window_left, a.window_right);
   if (a.q_offset_end) {
     for (int64_t b = 0; b < a.batch; ++b)

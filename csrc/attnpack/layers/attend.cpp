@@ -97,12 +97,14 @@ std::optional<Tensor> sums_with_new(const std::optional<CacheTensors>& cache, co
 
 // The operator's arguments for the cache as it is to be read, but for those that the append decides.
 AttentionArguments arguments_over(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
-                                  const KeyChoice& choice, const ScoreRules& rules) {
+                                  const KeyChoice& choice, const ScoreRules& rules, const c10::SymInt& q_len) {
   AttentionArguments args = attention_arguments(layer, rules, choice);
   if (!cache || !cache->dropped) return args;
   check_window_fits(*cache, args);
   if (args.mask) args.mask = mask_of_slots(*args.mask, *cache);
-  return args;
+  if (!args.chunk) return args;
+  return with_chunks_masked(std::move(args), new_positions(cache->lengths, q_len),
+                            positions_of_slots(*cache).unsqueeze(1).unsqueeze(1));
 }
 
 PlacedTokens place_heads(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -134,7 +136,7 @@ Tensor attend_keys(const Tensor& query, const Tensor& key, const Tensor& value,
     const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, rules, /*need_weights=*/false);
     return join_heads(out);
   }
-  AttentionArguments args = arguments_over(cache, layer, choice, rules);
+  AttentionArguments args = arguments_over(cache, layer, choice, rules, query.sym_size(2));
   const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
@@ -150,7 +152,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
     const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, rules, /*need_weights=*/true);
     return {join_heads(out), weights};
   }
-  AttentionArguments args = arguments_over(cache, layer, choice, rules);
+  AttentionArguments args = arguments_over(cache, layer, choice, rules, query.sym_size(2));
   PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   const bool slots = cache && cache->dropped;
   trim_to_longest(tokens, slots ? std::nullopt : layer.mask);

@@ -41,6 +41,8 @@ def attention(
         causal: keep keys j <= i + q_offset.
         q_offset: position of query row 0: an int, an integer tensor [B], or "end" (valid keys - Lq). 0 is top-left.
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
+        chunk: keep keys of the query's chunk of so many positions, pos // chunk == j // chunk. On the CPU the keys of
+            other chunks are not read; on CUDA a mask [Lq, Lkv] hides them. (Llama 4's chunked attention.)
         kv_lens: [B] int32 or int64, valid keys of each sequence; keys beyond them are never read into the result.
         softcap: c > 0: scores become c * tanh(score / c).
         sinks: [Hq], one logit per head that joins the softmax denominator only.

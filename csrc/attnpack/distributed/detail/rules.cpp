@@ -14,6 +14,8 @@ void refuse_unshared(const AttentionOptions& o) {
   ATTNPACK_CHECK(!o.key_index(), "key_index: got a tensor ", o.key_index()->sizes(),
                  ", which is not done over several processes; each rank would need its rows of it: name the keys on "
                  "one process");
+  ATTNPACK_CHECK(!o.chunk(), "chunk: got ", *o.chunk(),
+                 ", which is not done over several processes; pieces do not begin where chunks do: use window");
   const auto* offset = std::get_if<int64_t>(&o.q_offset());
   ATTNPACK_CHECK(offset && *offset == 0,
                  "q_offset: got one, which is not done over several processes; rows have the positions that the layout "
@@ -28,7 +30,10 @@ std::string text(const T& rule) {
   return c10::str(rule);
 }
 std::string text(const Window& window) { return c10::str(window[0], ", ", window[1]); }
-std::string text(const std::optional<double>& number) { return number ? c10::str(*number) : "none"; }
+template <class T>
+std::string text(const std::optional<T>& number) {
+  return number ? c10::str(*number) : "none";
+}
 std::string text(const std::optional<at::Tensor>& tensor) { return shown(tensor); }
 std::string text(const HeadMap& map) { return map ? c10::Join(" ", *map) : "none"; }
 

@@ -1,6 +1,7 @@
 #include <attnpack/distributed/detail/sharded_keys.h>
 
 #include <attnpack/distributed/collectives.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/merge_states.h>
 
 #include <limits>
@@ -13,24 +14,22 @@ namespace {
 // all keys.
 std::optional<at::Tensor> mask_of(const at::Tensor& query, int64_t num_keys, const at::Tensor& past,
                                   const AttentionOptions& options, const Group& group) {
-  const auto [left, right] = options.window();
   const auto& slopes = options.alibi_slopes();
-  const auto length = query.size(2);
-  if (!slopes && left < 0 && (length == 1 || (right < 0 && !options.causal()))) return std::nullopt;
+  AttentionArguments ranges{options.rules()};
+  if (query.size(2) == 1) {  // a new token is the last
+    ranges.causal = false;
+    ranges.window[1] = -1;
+  }
   const auto first = past.slice(0, 0, 1);
   const auto starts = past.eq(first).all().item<bool>() ? first : past;
   const auto place = query.options().dtype(at::kLong);
-  const auto rows = starts.view({-1, 1, 1, 1}) + at::arange(length, place).view({-1, 1});
+  const auto rows = starts.view({-1, 1, 1, 1}) + at::arange(query.size(2), place).view({-1, 1});
   const auto keys = at::arange(num_keys, place) * group->getSize() + int64_t{group->getRank()};
-  const auto ahead = keys - rows;
-  auto allowed = at::ones_like(ahead, at::kBool);
-  if (options.causal()) allowed = allowed.logical_and(ahead <= 0);
-  if (left >= 0) allowed = allowed.logical_and(ahead >= -left);
-  if (right >= 0) allowed = allowed.logical_and(ahead <= right);
+  const auto allowed = allowed_by_range(rows, keys, ranges);
   if (!slopes) return allowed;
   const auto exact = at::promote_types(query.scalar_type(), at::kFloat);
-  const auto bias = -slopes->to(exact).view({-1, 1, 1}) * ahead.abs();
-  return bias.masked_fill(allowed.logical_not(), -std::numeric_limits<double>::infinity());
+  const auto bias = -slopes->to(exact).view({-1, 1, 1}) * (keys - rows).abs();
+  return allowed ? bias.masked_fill(allowed->logical_not(), -std::numeric_limits<double>::infinity()) : bias;
 }
 
 }  // namespace
@@ -40,7 +39,7 @@ at::Tensor attend_sharded_keys(const at::Tensor& query, const at::Tensor& key, c
                                const AttentionOptions& options, const Group& group) {
   const at::NoGradGuard no_grad;
   auto own = options;
-  own.causal(false).window(kNoWindow).alibi_slopes(std::nullopt).kv_lens(kv_lens);
+  own.rules(options.rules().without_ranges()).alibi_slopes(std::nullopt).kv_lens(kv_lens);
   own.mask(mask_of(query, key.size(2), past, options, group));
   if (group->getRank() != 0) own.sinks(std::nullopt);  // a logit joins once
   const auto [out, lse] = attnpack::attention_with_lse(query, key, value, own);

@@ -13,6 +13,10 @@ namespace attnpack {
 
 using c10::SymInt;
 
+Tensor new_positions(const Tensor& lengths, const SymInt& count) {
+  return lengths.view({-1, 1, 1, 1}) + at::arange(count, lengths.options()).unsqueeze(-1);
+}
+
 void check_window_fits(const CacheTensors& cache, const AttentionArguments& args) {
   const bool sees_later = !args.causal || args.window[1] > 0;
   ATTNPACK_CHECK(!sees_later && args.window[0] >= 0 && args.window[0] <= cache.window,
@@ -51,7 +55,7 @@ FirstKeys first_keys(const PlacedTokens& tokens, const CacheTensors& cache, Atte
   args.mask = mask_from(args.mask, 0, count);
   args.q_offsets = *tokens.q_offsets + *cache.dropped - (args.window[0] + 1);
   args.kv_lens = tokens.kv_lens->clamp_max(cache.keep_first);
-  args.window = kNoWindow;
+  args.window = kNoWindow;    // a chunk is a mask here
   args.sinks = std::nullopt;  // they join the sum once
   return {tokens.key.narrow_symint(2, 0, count), tokens.value.narrow_symint(2, 0, count), std::move(args)};
 }

@@ -12,6 +12,9 @@
 // Attention over a cache that has dropped positions (ops/detail/kv_window.h).
 namespace attnpack {
 
+// The positions [B, 1, L, 1] of new tokens behind sequences of these lengths [B].
+Tensor new_positions(const Tensor& lengths, const c10::SymInt& count);
+
 // Raises unless the layer sees nothing that the cache may have dropped: it is causal, and has a window (left, 0) that
 // is no wider than the cache's.
 void check_window_fits(const CacheTensors& cache, const AttentionArguments& args);

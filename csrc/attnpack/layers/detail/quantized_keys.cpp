@@ -159,6 +159,11 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
   args.kv_lens = std::nullopt;
   check_layer(cache, layer, args, rope);
   const Tensor past = cache.lengths.clone();
+  if (args.chunk && cache.exact_key) {  // its parts count positions from elsewhere
+    const SymInt columns = covers_positions(args.mask) ? args.mask->sym_size(-1) : cache.key.sym_size(2);
+    args = with_chunks_masked(std::move(args), new_positions(past, query.sym_size(2)),
+                              at::arange(columns, past.options()));
+  }
   const auto [q, k] = rotate_tokens({query, key, value}, rope, {layer.positions, false, past, layer.kv_lens});
   const SymInt dim = k.sym_size(3), v_head_dim = value.sym_size(3);
   const Tensor key_rows = quantize_rows(k.detach(), cache.bits), value_rows = quantize_rows(value.detach(), cache.bits);

@@ -200,7 +200,7 @@ AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInp
 template <typename Derived, HeadLayout layout>
 at::Tensor GroupedAttentionImpl<Derived, layout>::attend_over(const at::Tensor& x, const AttentionInputs& inputs) {
   auto& kv = *inputs.kv;
-  auto rules = with_positions(options, x, inputs, settings(inputs));
+  auto rules = with_query_scale(options, x, inputs, settings(inputs));
   at::Tensor query;
   if (kv.key.defined()) {
     check_input("x", x, options.embed_dim(), reads_x()->weight);

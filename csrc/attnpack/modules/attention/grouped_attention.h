@@ -47,7 +47,7 @@ struct GroupedOptions : OptionList<GroupedOptions<layout>> {
   ATTNPACK_OPTION(bool, causal) = false;
   // How many keys before and after its own position each token sees, -1 for all.
   ATTNPACK_OPTION(std::optional<Window>, window);
-  // Each token sees only its own chunk of so many positions (Llama 4), by a mask [L, keys].
+  // Each token sees only its own chunk of so many positions (Llama 4).
   ATTNPACK_OPTION(std::optional<int64_t>, chunk);
   // c > 0: scores become c * tanh(score / c).
   ATTNPACK_OPTION(double, softcap) = 0.0;

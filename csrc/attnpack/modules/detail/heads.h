@@ -1,9 +1,7 @@
 #pragma once
 
 #include <attnpack/cache/cross_cache.h>
-#include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
-#include <attnpack/layers/chunks.h>
 #include <attnpack/layers/query_factors.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/modules/attention_module.h>
@@ -113,12 +111,16 @@ inline void check_rope_dim(const RotaryEmbedding& rope, int64_t most, const std:
   ATTNPACK_CHECK(rope->options.dim() <= most, "rope: got dim ", rope->options.dim(), ", want at most ", words);
 }
 
-// The options of attention that the modules have in common. A module without a window sees all keys.
+// The options of attention that the modules have in common. A module without a window or chunk sees all keys.
 template <typename Options>
 AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bool is_training,
                              const RotaryEmbedding& rope) {
   AttendOptions r{layer_inputs(inputs, o.causal())};
   if constexpr (requires { o.window(); }) r.window = o.window().value_or(Window{-1, -1});
+  if constexpr (requires { o.chunk(); }) {
+    if (o.chunk()) check_chunked_call(r.cross);
+    r.chunk = o.chunk();
+  }
   r.softcap = o.softcap();
   r.dropout_p = is_training ? o.dropout() : 0.0;
   r.scale = o.scale();
@@ -137,38 +139,17 @@ Settings with_query_scale(const Options& o, const at::Tensor& x, const Attention
   return settings;
 }
 
-// The settings of a call of x, with the mask that keeps each query in its chunk where the module has chunks.
-template <typename Options, typename Settings>
-Settings with_chunks(const Options& o, const at::Tensor& x, const AttentionInputs& inputs, Settings settings) {
-  if constexpr (requires { o.chunk(); }) {
-    if (!o.chunk()) return settings;
-    check_chunked_call(inputs.context() || cross_cache(inputs));
-    const auto& held = inputs.kv_from() ? inputs.kv_from() : inputs.cache();
-    c10::SymInt keys = inputs.kv_from() ? 0 : x.sym_size(1);
-    if (held)
-      keys = std::dynamic_pointer_cast<StaticCache>(held) ? c10::SymInt(*held->capacity()) : held->sym_len() + keys;
-    settings.mask = mask_of_chunks(counted_positions(x, inputs), keys, *o.chunk(), settings.mask);
-  }
-  return settings;
-}
-
-// The settings of a call of x with what follows from the positions of its tokens.
-template <typename Options, typename Settings>
-Settings with_positions(const Options& o, const at::Tensor& x, const AttentionInputs& inputs, Settings settings) {
-  return with_chunks(o, x, inputs, with_query_scale(o, x, inputs, std::move(settings)));
-}
-
 // A call of a module over its own keys or those of kv_from. The module's private queries(), heads(), settings(),
 // shared_settings() and output() are its steps.
 struct AttentionSteps {
   template <typename Module>
   static at::Tensor forward(Module& m, const at::Tensor& x, const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
-      const auto settings = with_positions(m.options, x, inputs, m.shared_settings(x, inputs));
+      const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
       return m.output(attend_shared(m.queries(x, inputs), settings), x);
     }
     auto [q, k, v] = m.heads(x, inputs);
-    return with_cache(inputs.cache(), k, v, with_positions(m.options, x, inputs, m.settings(inputs)),
+    return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return m.output(attend(q, k, v, o), x); });
   }
 
@@ -176,12 +157,12 @@ struct AttentionSteps {
   static std::tuple<at::Tensor, at::Tensor> forward_with_weights(Module& m, const at::Tensor& x,
                                                                  const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
-      const auto settings = with_positions(m.options, x, inputs, m.shared_settings(x, inputs));
+      const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
       const auto [out, weights] = attend_shared_with_weights(m.queries(x, inputs), settings);
       return {m.output(out, x), weights};
     }
     auto [q, k, v] = m.heads(x, inputs);
-    return with_cache(inputs.cache(), k, v, with_positions(m.options, x, inputs, m.settings(inputs)),
+    return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
                         auto [out, weights] = attend_with_weights(q, k, v, o);
                         return {m.output(out, x), weights};

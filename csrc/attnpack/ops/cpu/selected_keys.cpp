@@ -103,9 +103,8 @@ AttentionParams SelectedCalls::call(const Row& row, void* lse) const {
   p.group_heads =
       group_heads_.data() + (all_.group_start ? all_.group_start[kv_head] : kv_head * group_size(all_, kv_head));
   p.mask = moved(all_.mask, b * all_.mask_strides.batch + query * all_.mask_strides.row, mask_size_);
-  p.causal = false;
-  p.window_left = p.window_right = -1;
-  p.kv_lens = p.q_offsets = nullptr;
+  drop_ranges(p);
+  p.q_offsets = nullptr;
   p.q_offset = first_position(all_, b) + query;
   return p;
 }

@@ -12,6 +12,10 @@ namespace attnpack {
 
 CudaAttention prepare_cuda_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                      const AttentionArguments& args) {
+  if (args.chunk) {  // the kernels do not have this rule
+    const Tensor column = at::arange(key.size(2), query.options().dtype(at::kLong));
+    return prepare_cuda_attention(query, key, value, with_chunks_masked(args, row_positions(query, args), column));
+  }
   CudaAttention r{prepare_attention(query, key, value, args), 0};
   AttentionParams& p = r.prepared.params;
   for (int64_t h = 0; h < p.num_kv_heads; ++h) r.most_group = std::max(r.most_group, group_size(p, h));

@@ -32,7 +32,8 @@ std::optional<AttentionResult> attend_pages_by_kernel(const Tensor& query, const
                                                       const Tensor& cu_seqlens_q, const VarlenArguments& args) {
   const auto has_rows = [](const Tensor& pool) { return pool.size(3) <= 1 || pool.stride(3) == 1; };
   const CudaKernels* kernels = cuda_kernels(query.device().index());
-  if (!kernels || args.dropout_p > 0 || key.size(0) == 0 || !has_rows(key) || !has_rows(value)) return std::nullopt;
+  if (!kernels || args.dropout_p > 0 || args.chunk || key.size(0) == 0 || !has_rows(key) || !has_rows(value))
+    return std::nullopt;
   const int64_t each = queries_of_each(query, key, cu_seqlens_q, args);
   if (each < 0) return std::nullopt;
   const auto here = [&](const Tensor& x) { return x.to(query.device(), at::kLong).contiguous(); };

@@ -56,9 +56,7 @@ class SelectedRows {
 
   // The arguments of the call. Its mask says which of the gathered keys count, and holds what depends on their places.
   AttentionArguments arguments(int64_t num_heads, at::ScalarType accumulation) const {
-    AttentionArguments r{static_cast<const ScoreRules&>(args_)};
-    r.causal = false;
-    r.window = kNoWindow;
+    AttentionArguments r{args_.without_ranges()};
     r.alibi_slopes = std::nullopt;
     Tensor mask = of_heads(selected_, num_heads);
     std::optional<Tensor> added;

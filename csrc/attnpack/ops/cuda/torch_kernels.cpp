@@ -104,8 +104,7 @@ bool is_plain_call(const CudaKernels& kernels, const Tensor& query, const Tensor
                    const AttentionArguments& args, TorchCall* call) {
   const bool half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
   const bool square = !args.causal || (same_size(query.sym_size(2), key.sym_size(2)) && same_size(args.q_offset, 0));
-  const bool no_rules = !args.mask && !args.q_offsets && !args.kv_lens && !args.key_index && args.window == kNoWindow &&
-                        args.softcap == 0 && !args.sinks && !args.alibi_slopes && !args.head_map && args.dropout_p == 0;
+  const bool no_rules = args.plain() && !args.mask && !args.q_offsets && !args.kv_lens && !args.key_index;
   if (!half || !square || !no_rules || query.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
   const auto is_dense = [](const Tensor& x) { return x.numel() > 0 && x.stride(3) == 1; };
   const int64_t dim = query.size(3);

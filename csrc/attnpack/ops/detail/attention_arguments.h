@@ -77,9 +77,12 @@ void check_key_index_values(const Tensor& key_index, int64_t key_block, int64_t 
 
 // The positions of the query rows, [Lq, 1] or [B, 1, Lq, 1].
 Tensor row_positions(const Tensor& query, const AttentionArguments& args);
-// Whether the rows may attend the keys with the numbers `column` by causality, window and kv_lens; none where all may.
-// column: broadcasts to [B, heads, Lq, keys]. The result broadcasts so too.
+// Whether the rows may attend the keys with the numbers `column` by causality, window, chunk and kv_lens; none where
+// all may. column: broadcasts to [B, heads, Lq, keys]. The result broadcasts so too.
 std::optional<Tensor> allowed_by_range(const Tensor& position, const Tensor& column, const AttentionArguments& args);
+// The arguments with a mask in place of their `chunk`, for rows and keys at these positions, as those of
+// allowed_by_range.
+AttentionArguments with_chunks_masked(AttentionArguments args, const Tensor& position, const Tensor& column);
 
 // The plain formula in ATen ops, and its gradients, which may be differentiated again. Forward mode, double backward
 // and devices without a kernel run them. They hold the scores [B, Hq, Lq, Lkv].

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/core/params.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
@@ -128,6 +129,8 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_per_sequence("q_offset", args.q_offsets, query);
   ATTNPACK_CHECK(args.window[0] >= -1 && args.window[1] >= -1, "window is (", args.window[0], ", ", args.window[1],
                  "), wants numbers >= 0, or -1 for unbounded");
+  ATTNPACK_CHECK(!args.chunk || (*args.chunk >= 1 && *args.chunk <= kMostChunk), "chunk is ", *args.chunk,
+                 ", wants how many positions a chunk has, 1 to ", kMostChunk, ", or none");
   ATTNPACK_CHECK(args.softcap >= 0 && std::isfinite(args.softcap), "softcap is ", args.softcap,
                  ", wants a finite number > 0, or 0 for none");
   const double most = greatest_scale(accumulation_type(dtype));

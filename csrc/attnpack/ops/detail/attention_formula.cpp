@@ -176,8 +176,22 @@ std::optional<Tensor> allowed_by_range(const Tensor& position, const Tensor& col
   if (args.causal) keep(column <= position);
   if (args.window[0] >= 0) keep(position - column <= near_window(args.window[0]));
   if (args.window[1] >= 0) keep(column - position <= near_window(args.window[1]));
+  if (args.chunk) keep(position.div(*args.chunk, "floor") == column.div(*args.chunk, "floor"));
   if (args.kv_lens) keep(column < args.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   return allowed;
+}
+
+AttentionArguments with_chunks_masked(AttentionArguments args, const Tensor& position, const Tensor& column) {
+  AttentionArguments chunks;
+  chunks.chunk = std::exchange(args.chunk, std::nullopt);
+  const Tensor same = *allowed_by_range(position, column, chunks);
+  if (!args.mask)
+    args.mask = same;
+  else if (args.mask->scalar_type() == at::kBool)
+    args.mask = args.mask->logical_and(same);
+  else
+    args.mask = args.mask->masked_fill(same.logical_not(), -kInfinity);
+  return args;
 }
 
 Tensor softcapped(const Tensor& x, double softcap) { return softcap > 0 ? softcap * (x / softcap).tanh() : x; }

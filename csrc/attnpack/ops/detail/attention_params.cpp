@@ -58,6 +58,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.causal = args.causal;
   p.window_left = near_window(args.window[0]);
   p.window_right = near_window(args.window[1]);
+  p.chunk = args.chunk.value_or(0);
   if (args.dropout_p > 0 && !args.dropout_seed->is_cpu()) {  // reading it here would wait for the device
     r.dropout_seed = *args.dropout_seed;
     p.dropout_seed_at = r.dropout_seed.const_data_ptr<int64_t>();

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ..._C import checks, linear_layers
-from ...cache import CrossCache, DynamicCache, KVCache, StaticCache, check_kind, unchanged_on_error
+from ...cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
 from ...errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
 from ...ops import attend_shared, gate_heads, nested
 from ...signatures import ContextInputs, types_of
@@ -67,7 +67,8 @@ class NativeAttention(NativeModule):
         over = spread(cache)
         with unchanged_on_error(cache):
             if over is not None:
-                self._refuse_chunk("is not done over several processes")
+                if self.chunk is not None:
+                    raise ValueError(f"attnpack: chunk: got {self.chunk}, which is not done over several processes")
                 if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
                     raise ValueError(
                         "attnpack: key_index: got one, which is not done over several processes; leave it out"
@@ -88,12 +89,7 @@ class NativeAttention(NativeModule):
             elif filled and kv_lens is None:
                 kv_lens = cache.lengths
 
-            def keys() -> int:
-                if not appends:
-                    return key.size(2)
-                return cache.max_len if isinstance(cache, StaticCache) else len(cache) + key.size(2)
-
-            rules = self._rules(query, past, inputs | {"kv_lens": kv_lens}, keys)
+            rules = self._rules(query, past, inputs | {"kv_lens": kv_lens})
             if appends:
                 rules["cache"] = cache.reserve(key, value, kv_lens)
             result = ops.attend_by(rules, query, key, value, need_weights)
@@ -123,7 +119,7 @@ class NativeAttention(NativeModule):
     ) -> Tensor:
         """The nested output of one call per sequence."""
         refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
-        self._refuse_chunk("does not go with nested tensors: pass padded ones and kv_lens")
+        self._check_chunk(context is not None)
         source = x if context is None else context
         if self.rope is not None:
             query = rotate_rows(self.rope, query, *nested.positions_of(x, positions))
@@ -144,6 +140,7 @@ class NativeAttention(NativeModule):
         """The module's own settings, as keywords of the op."""
         return {
             "window": (-1, -1) if self.window is None else self.window,
+            "chunk": self.chunk,
             "softcap": self.softcap,
             "sinks": getattr(self, "sinks", None),
             "alibi_slopes": self._alibi_slopes(query),
@@ -152,29 +149,19 @@ class NativeAttention(NativeModule):
             "scale": self.scale,
         }
 
-    def _refuse_chunk(self, why: str) -> None:
+    def _check_chunk(self, cross: bool) -> None:
         if self.chunk is not None:
-            raise ValueError(f"attnpack: chunk: got {self.chunk}, which {why}")
+            checks.chunked_call(cross)
 
-    def _rules(
-        self,
-        query: Tensor,
-        past: Callable[[], Tensor | None],
-        inputs: dict[str, Any],
-        keys: Callable[[], int],
-    ) -> dict[str, Any]:
-        """The keywords of a layer's op, beside its cache. past() is the number [B] of positions before the queries,
-        keys() that of all keys; few modules ask for them."""
+    def _rules(self, query: Tensor, past: Callable[[], Tensor | None], inputs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a layer's op, beside its cache. past() is the number [B] of positions before the queries; few
+        modules ask for it."""
+        self._check_chunk(bool(inputs.get("cross")))
         rules = self._settings(query) | inputs
         if self.rope is not None and not self._norms_rotated:
             rules["rope"] = self.rope.settings
         if self.query_scale is not None:
             rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past())
-        if self.chunk is not None:
-            if inputs.get("cross"):
-                checks.chunked_call(True)
-            counted = self._counted(query, past())
-            rules["mask"] = torch.ops.attnpack.mask_of_chunks(counted, keys(), self.chunk, rules.get("mask"))
         return rules
 
     def _query_scale(self, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor | None:
@@ -397,7 +384,7 @@ class ContextAttention(NativeAttention):
 
         if self._norms_rotated:
             query, _ = self._rotated_now(query, None, past(), **inputs)
-        rules = self._rules(query, past, inputs, lambda: key.size(2))
+        rules = self._rules(query, past, inputs)
         result = attend_shared(query, key, value, lengths, need_weights=need_weights, **rules)
         return self._outputs(result, need_weights, x)
 
@@ -411,7 +398,7 @@ class ContextAttention(NativeAttention):
             check_input("x", x, self.embed_dim, self._reads_x())
             query, _ = self._rotated_now(self._queries(x, shared.key), None, None, positions)
         given = inputs | {"positions": positions, "cross": False}
-        rules = self._rules(query, lambda: None, given, lambda: query.size(2))
+        rules = self._rules(query, lambda: None, given)
         rules.pop("rope", None)  # done
         return self._output(ops.attend_by(rules, query, shared.key, shared.value, False), x)
 

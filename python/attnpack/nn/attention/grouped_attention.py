@@ -90,7 +90,7 @@ class GroupedQueryAttention(ContextAttention):
         dropout: on the probabilities, in training only.
         window: (left, right), how many keys before and after its own position each token sees; -1 for all, None for
             no window. A sliding window of W tokens, the token itself included, is (W - 1, 0).
-        chunk: each token sees the keys of its own chunk of so many positions (Llama 4), by a mask [L, keys].
+        chunk: each token sees the keys of its own chunk of so many positions (Llama 4).
         softcap: c > 0: scores become c * tanh(score / c).
         sinks: one learned logit per head that joins the softmax denominator only (parameter sinks [num_heads], 0 at
             first; gpt-oss has the same name).
