@@ -158,7 +158,7 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
   AttentionArguments args = attention_arguments(layer, rules);
   args.kv_lens = std::nullopt;
   check_layer(cache, layer, args, rope);
-  const Tensor past = cache.lengths.clone();
+  const Tensor past = copy_lengths(cache.lengths);
   const auto [q, k] = rotate_tokens({query, key, value}, rope, {layer.positions, false, past, layer.kv_lens});
   const SymInt dim = k.sym_size(3), v_head_dim = value.sym_size(3);
   const Tensor key_rows = quantize_rows(k.detach(), cache.bits), value_rows = quantize_rows(value.detach(), cache.bits);
@@ -177,7 +177,7 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
   if (cache.exact_key)
     kv_cache_append_(*cache.exact_key, *cache.exact_value, past.clone(), k.detach(), value.detach(), layer.kv_lens,
                      std::nullopt, cache.dropped);
-  Stored stored{cache.key, cache.value, cache.bits, {}, {}, past, cache.lengths.clone()};
+  Stored stored{cache.key, cache.value, cache.bits, {}, {}, past, copy_lengths(cache.lengths)};
   if (cache.exact_key) {
     stored.exact_key = *cache.exact_key;
     stored.exact_value = *cache.exact_value;
