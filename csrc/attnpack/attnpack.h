@@ -68,6 +68,7 @@
 #include <attnpack/ops/rope.h>
 #include <attnpack/ops/softcap.h>
 #include <attnpack/ops/stored_linear.h>
+#include <attnpack/ops/swiglu.h>
 #include <attnpack/rope/sinusoidal.h>
 #include <attnpack/version.h>
 #include <attnpack/weights/safetensors.h>

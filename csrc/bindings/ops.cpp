@@ -25,6 +25,7 @@
 #include <attnpack/ops/rope.h>
 #include <attnpack/ops/score_rules.h>
 #include <attnpack/ops/stored_linear.h>
+#include <attnpack/ops/swiglu.h>
 #include <attnpack/rope/sinusoidal.h>
 #include <bindings/rope_scaling.h>
 
@@ -303,6 +304,15 @@ std::tuple<Tensor, Tensor> linear_attention_py(const Tensor& query, const Tensor
                                          .scale(scale));
 }
 
+Tensor linear_attention_in_place_py(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                                    const OptionalTensor& log_decay, const OptionalTensor& beta,
+                                    const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens,
+                                    std::optional<double> scale) {
+  return linear_attention_(
+      query, key, value, state,
+      RecurrenceOptions().log_decay(log_decay).beta(beta).kv_lens(kv_lens).cu_seqlens(cu_seqlens).scale(scale));
+}
+
 std::tuple<Tensor, Tensor> causal_conv1d_py(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                             const std::optional<std::string>& activation,
                                             const OptionalTensor& initial_state, const OptionalTensor& kv_lens,
@@ -402,9 +412,13 @@ void register_ops(py::module_& m) {
   });
   define(m, "linear_attention", &linear_attention_py,
          {"query", "key", "value", "log_decay", "beta", "initial_state", "kv_lens", "cu_seqlens", "scale"});
+  define(m, "linear_attention_", &linear_attention_in_place_py,
+         {"query", "key", "value", "state", "log_decay", "beta", "kv_lens", "cu_seqlens", "scale"});
   define(m, "causal_conv1d", &causal_conv1d_py,
          {"x", "weight", "bias", "activation", "initial_state", "kv_lens", "cu_seqlens"});
   define(m, "rms_norm", &rms_norm, {"x", "weight", "eps"});
+  define(m, "add_rms_norm", &add_rms_norm, {"x", "added", "weight", "eps"});
+  define(m, "swiglu", &swiglu, {"gate", "up"});
   define(m, "quantize_rows", &quantize_rows, {"x", "bits"});
   m.def("dequantize_rows", [](const Tensor& rows, int64_t bits, int64_t dim, at::ScalarType dtype) {
     return without_gil([&] { return dequantize_rows(rows, bits, dim, dtype); });

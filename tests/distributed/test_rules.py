@@ -250,6 +250,13 @@ def checks(mesh):
     for name, call, shapes, places in (
         ("rms_norm", lambda x, w: ops.rms_norm(x, w, 1e-6), [(4, 6, 8), (8,)], [[BATCH], []]),
         ("rms_norm, rows", lambda x, w: ops.rms_norm(x, w, 1e-6), [(4, 6, 8), (8,)], [[HEADS], []]),
+        (
+            "add_rms_norm",
+            lambda x, y, w: ops.add_rms_norm(x, y, w, 1e-6),
+            [(4, 6, 8), (4, 6, 8), (8,)],
+            [[BATCH], [BATCH], []],
+        ),
+        ("swiglu", ops.swiglu, [(4, 6, 8), (4, 6, 8)], [[ROWS], [ROWS]]),
         ("linear, columns", ops.linear, [(4, 6, 8), (12, 8), (12,)], [[], [BATCH], [BATCH]]),
         ("linear, rows", lambda x, w: ops.linear(x, w), [(4, 6, 8), (12, 8)], [[ROWS], [HEADS]]),
         ("linears", lambda x, a, b: ops.linears(x, [a, b]), [(4, 6, 8), (12, 8), (4, 8)], [[BATCH], [], []]),

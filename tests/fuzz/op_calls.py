@@ -460,6 +460,22 @@ def linear_attention(pick: Random) -> Call:
     return "linear_attention", in_order("linear_attention", *tensors, **options), right
 
 
+def linear_attention_in_place(pick: Random) -> Call:
+    tensors, options = recurrent_inputs(pick)
+    query, _, value = tensors
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sequences = 2 if "cu_seqlens" in options else query.size(0)
+    state = options.pop("initial_state", torch.zeros(sequences, value.size(1), query.size(3), value.size(3))).to(wide)
+    before = state.clone()
+
+    def right(result):
+        if "cu_seqlens" not in options:
+            wanted, _ = reference.linear_attention(*tensors, initial_state=before, **options)
+            assert_close(result, wanted, atol=1e-4, rtol=1e-4)
+
+    return "linear_attention_", in_order("linear_attention_", *tensors, state, **options), right
+
+
 def linear_attention_backward(pick: Random) -> Call:
     tensors, options = recurrent_inputs(pick)
     out, state = torch.ops.attnpack.linear_attention(*tensors, **options)
@@ -520,6 +536,25 @@ def causal_conv1d_backward(pick: Random) -> Call:
         check_gradients(convolved(leaves, options), grads, leaves, result[:2])
 
     return "causal_conv1d_backward", in_order("causal_conv1d_backward", *grads, *tensors, **options), right
+
+
+def add_rms_norm(pick: Random) -> Call:
+    dtype = pick.choice(WIDE)
+    rows = pick.randint(0, 5)
+    x, added = (draw(rows, 9, dtype=dtype, seed=n) for n in range(2))
+    weight = draw(9, dtype=dtype, seed=3)
+
+    def right(result):
+        assert_close(result[0], x + added)
+        assert_close(result[1], F.rms_norm(x + added, (9,), weight, 1e-5))
+
+    return "add_rms_norm", [x, added, weight, 1e-5], right
+
+
+def swiglu(pick: Random) -> Call:
+    gate, up = (draw(pick.randint(0, 5), 9, dtype=pick.choice(WIDE), seed=n) for n in range(2))
+    up = up.to(gate.dtype)[:1].expand_as(gate) if len(gate) else gate
+    return "swiglu", [gate, up], lambda result: assert_close(result, F.silu(gate) * up)
 
 
 def rms_norm(pick: Random) -> Call:
@@ -614,8 +649,8 @@ MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
-    rope_table, linear, linear_attention, linear_attention_backward, causal_conv1d, causal_conv1d_backward, rms_norm,
-    quantize_rows, dequantize_rows,
+    rope_table, linear, linear_attention, linear_attention_in_place, linear_attention_backward, causal_conv1d,
+    causal_conv1d_backward, rms_norm, add_rms_norm, swiglu, quantize_rows, dequantize_rows,
     attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
     *newer_calls.MAKERS,
 ]  # fmt: skip

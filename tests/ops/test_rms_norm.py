@@ -83,3 +83,48 @@ def test_what_does_not_fit_is_named(wrong, gradients, device):
 def test_tensors_on_two_devices_are_named():
     with pytest.raises(ValueError, match=r"attnpack: x is on cpu, weight on meta: move one of them"):
         ops.rms_norm(torch.ones(2, 5), torch.ones(5, device="meta"), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", (1, 16, 31, 577))
+def test_a_sum_and_its_norm_have_the_bits_of_both(dtype, dim):
+    torch.manual_seed(dim)
+    x, weight = torch.randn(2, 35, dim, dtype=dtype), torch.randn(dim, dtype=dtype)
+    added = torch.randn(35, 2, dim, dtype=dtype).transpose(0, 1)
+    total, normed = ops.add_rms_norm(x, added, weight, 1e-6)
+    assert torch.equal(total, x + added) and torch.equal(normed, ops.rms_norm(x + added, weight, 1e-6))
+    assert all(y.shape == (0, dim) for y in ops.add_rms_norm(x[0, :0], x[0, :0], weight, 1e-6))
+
+
+def test_gradients_and_errors_of_a_sum_and_its_norm():
+    x, y, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (3, 5), (5,)))
+    assert torch.autograd.gradcheck(lambda *t: ops.add_rms_norm(*t, 1e-6), (x, y, weight))
+    for leaves in ((x, y, weight), (x.detach(), y.detach(), weight.detach())):
+        torch.library.opcheck(torch.ops.attnpack.add_rms_norm.default, (*leaves, 1e-6))
+    with pytest.raises(ValueError, match=r"added has shape \[2, 5\] and dtype Double, wants \[3, 5\] and Double"):
+        ops.add_rms_norm(x, y[:2], weight, 1e-6)
+    with pytest.raises(ValueError, match="added has shape .* and dtype Float, wants .* and Double as x has"):
+        ops.add_rms_norm(x, y.float(), weight, 1e-6)
+
+
+def names_of(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        call()
+    return {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_blocks_use_it_unless_a_hook_looks_at_the_norm(pre_norm):
+    attention = attnpack.GroupedQueryAttention(8, 2, 1)
+    block = attnpack.EncoderBlock(attention, attnpack.FeedForward(8, 16), pre_norm=pre_norm)
+    x = torch.randn(2, 3, 8)
+    wanted = block(x)  # with gradients: torch's operators
+    for layer in (block, block.cpp()):
+        assert "attnpack::add_rms_norm" in names_of(lambda: layer(x))  # noqa: B023
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), wanted)
+    seen = []
+    block.post_attention_layernorm.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    with torch.no_grad():
+        torch.testing.assert_close(block(x), wanted)
+    assert len(seen) == 1 and seen[0].shape == x.shape

@@ -4,7 +4,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores, merge_states
-from attnpack.ops import linear, linears, rms_norm, rope_table, rope_table_by_length
+from attnpack.ops import add_rms_norm, linear, linears, rms_norm, rope_table, rope_table_by_length, swiglu
 from op_cases import draw
 from processes import run_python
 from torch.func import functional_call, grad, stack_module_state, vmap
@@ -283,6 +283,11 @@ def test_other_ops():
     check_against_loop(lambda x: rms_norm(x, scale[0], 1e-5), (1,), x)
     check_against_loop(lambda x, w: rms_norm(x, w, 1e-5), (0, 0), x, scale)
     check_against_loop(lambda w: rms_norm(x, w, 1e-5), (0,), scale)
+    check_against_loop(lambda x, y: add_rms_norm(x, y, scale[0], 1e-5), (1, 0), x, x[:2].flip(1))
+    check_against_loop(lambda x, w: add_rms_norm(x, x, w, 1e-5), (0, 0), x, scale)
+    check_against_loop(swiglu, (0, 0), x, x.flip(0))
+    check_against_loop(swiglu, (1, 0), x, x.transpose(0, 1).flip(0))
+    check_against_loop(lambda gate: swiglu(gate, x[0]), (0,), x)
     check_against_loop(lambda x: linear(x, weight[0], weight[0, :, 0]), (1,), x)
     check_against_loop(lambda x: linear(x, weight[0]), (0,), x[0, 0])
     check_against_loop(linear, (0, 0, None), x, weight, weight[0, :, 0])

@@ -402,6 +402,14 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
                        std::sqrt(squares / static_cast<double>(p.inputs) + 1e-6);
   expect(std::fabs(get(norm.out, p.dtype, r * p.inputs) - first) < (w == 2 ? 0.05 : 1e-3), isa, "rms_norm", n);
 
+  SwigluParams gated{p.dtype, x.data(), normed.data(), nullptr};
+  Guarded product(p.rows * p.inputs * w);
+  gated.out = product.data();
+  kernels.swiglu(gated, {0, p.rows * p.inputs});
+  const int64_t at = r * p.inputs;
+  const double gate = get(p.input, p.dtype, at), whole = gate / (1 + std::exp(-gate)) * get(norm.out, p.dtype, at);
+  expect(std::fabs(get(gated.out, p.dtype, at) - whole) < (w == 2 ? 0.05 : 1e-3), isa, "swiglu", n);
+
   for (const int64_t bits : {4, 8}) {
     QuantizeParams rows{p.inputs, bits, p.dtype, x.data(), nullptr};
     Guarded bytes(p.rows * quantized_row_bytes(bits, p.inputs)), row(p.inputs * 4), back(p.rows * p.inputs * w);

@@ -33,7 +33,7 @@ CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& valu
     }
   }
   // The result is as long as the cache will be, so that a mask over its keys fits.
-  return {tensors_.key.narrow_symint(2, 0, need), tensors_.value.narrow_symint(2, 0, need), tensors_.lengths};
+  return {first_positions(tensors_.key, need), first_positions(tensors_.value, need), tensors_.lengths};
 }
 
 void DynamicCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {

@@ -59,8 +59,12 @@ const std::vector<c10::SymInt>& KVCache::numbers_of(const CacheState& state, siz
 }
 
 CacheState KVCache::state() const {
-  if (!tensors_.key.defined()) return {{tensors_.lengths}, {}};
-  CacheState result{{tensors_.lengths, tensors_.key, tensors_.value}, {}};
+  CacheState result;
+  result.tensors.reserve(4);
+  result.tensors.push_back(tensors_.lengths);
+  if (!tensors_.key.defined()) return result;
+  result.tensors.push_back(tensors_.key);
+  result.tensors.push_back(tensors_.value);
   if (tensors_.dropped) result.tensors.push_back(*tensors_.dropped);
   return result;
 }
@@ -141,6 +145,13 @@ at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10
   at::NoGradGuard no_grad;
   larger.narrow_symint(2, 0, len).copy_(like.narrow_symint(2, 0, len));
   return larger;
+}
+
+at::Tensor first_positions(const at::Tensor& held, const c10::SymInt& n) {
+  const auto number = n.maybe_as_int();
+  if (!number || at::isTensorSubclassLike(held)) return held.narrow_symint(2, 0, n);
+  // narrow is three operators in one another; each layer of each step makes two of these views.
+  return held.as_strided({held.size(0), held.size(1), *number, held.size(3)}, held.strides());
 }
 
 c10::SymInt bytes_of_position(const CacheTensors& cache) {

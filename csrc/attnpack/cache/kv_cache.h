@@ -74,7 +74,7 @@ class KVCache {
   // Becomes the cache that had this state.
   virtual void restore(const CacheState& state);
   // Forgets what was done since before() was called.
-  CacheBefore before() const { return {state(), tensors_.lengths.clone()}; }
+  CacheBefore before() const { return {state(), copy_lengths(tensors_.lengths)}; }
   virtual void take_back(const CacheBefore& before);
 
   // [B, Hkv, len, D] and [B, Hkv, len, Dv], views (copies of a QuantizedCache and a PagedCache); undefined before the
@@ -124,6 +124,7 @@ class KVCache {
 template <typename Caches, typename Call>
 auto all_or_none(const Caches& caches, const Call& call) {
   std::vector<CacheBefore> before;
+  before.reserve(caches.size());
   for (const auto& cache : caches) before.push_back(cache->before());
   try {
     return call();
@@ -152,6 +153,9 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 // Checks that index [B] names sequences that lengths has, and with same_batch as many as lengths has. Returns index on
 // the device of lengths.
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name = "index");
+
+// The first n positions of a tensor [B, H, slots, D].
+at::Tensor first_positions(const at::Tensor& held, const c10::SymInt& n);
 
 // A tensor like `like` [B, H, slots, D] with `capacity` slots. It begins with the first `len` ones of `like`.
 at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10::SymInt& capacity);

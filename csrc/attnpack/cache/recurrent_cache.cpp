@@ -55,6 +55,8 @@ void RecurrentCache::advance(const RecurrentStates& states, const SymInt& new_le
            states.state.defined() ? states.state.detach() : states.state};
 }
 
+void RecurrentCache::take_back(const CacheBefore& before) { in_place_ ? reset() : KVCache::take_back(before); }
+
 at::Tensor RecurrentCache::readable(const at::Tensor& held) {
   if (!held.defined() || !held.is_inference() || c10::InferenceMode::is_enabled()) return held;
   return held.clone();

@@ -15,7 +15,8 @@ struct RecurrentStates {
 // The state of a recurrent layer. Its bytes do not grow with the length. A state cannot forget tokens, so crop to fewer
 // positions raises. There are no keys and values: k() and v() are undefined.
 //
-// It holds the tensors that the last call gave, without history; each call gives new ones.
+// It holds the tensors that the last call gave, without history; each call gives new ones, unless write_in_place says
+// otherwise.
 class RecurrentCache : public KVCache {
  public:
   RecurrentCache() { reset(); }
@@ -25,6 +26,12 @@ class RecurrentCache : public KVCache {
   RecurrentStates states(const c10::SymInt& batch, at::IntArrayRef conv_shape, at::IntArrayRef state_shape) const;
   // Counts new_len tokens of each sequence, or new_lens [B] valid ones, and holds the states after them.
   void advance(const RecurrentStates& states, const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens);
+
+  // Calls without gradients write the state matrix into the memory of the one before it: a step moves half as many
+  // bytes. Such a cache cannot go back: where a call raises, it is reset. generate does this with caches of its own.
+  void write_in_place(bool on) { in_place_ = on; }
+  bool writes_in_place() const { return in_place_; }
+  void take_back(const CacheBefore& before) override;
 
   at::Tensor conv_state() const { return readable(held_.conv); }
   at::Tensor state_matrix() const { return readable(held_.state); }
@@ -52,6 +59,7 @@ class RecurrentCache : public KVCache {
 
   RecurrentStates held_;
   c10::SymInt len_ = 0;  // kept here so that no call waits for the device
+  bool in_place_ = false;
 };
 
 }  // namespace attnpack

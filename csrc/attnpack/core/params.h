@@ -127,13 +127,24 @@ struct LinearParams {
   bool float_out;  // out holds fp32, whatever the dtype is
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight over rows of dim elements, all contiguous.
+// out = x / sqrt(mean(x^2) + eps) * weight over rows of dim elements, all contiguous. With `added` x is x + added,
+// which is written to sum.
 struct RmsNormParams {
   int64_t dim;
   DType dtype;
   double eps;
   const void* x;
   const void* weight;  // [dim]
+  void* out;
+  const void* added;  // as x, or null
+  void* sum;          // as x, or null
+};
+
+// out = silu(gate) * up, contiguous.
+struct SwigluParams {
+  DType dtype;
+  const void* gate;
+  const void* up;
   void* out;
 };
 

@@ -65,7 +65,7 @@ struct CallersThreads {
   }
   template <class F>
   void operator()(Order order, int64_t units, double work, size_t scratch_bytes, F&& unit) const {
-    share_units(units, threads_of_loop(units, work, [&] { return count(); }), scratch_bytes, unit,
+    share_units(units, work, threads_of_loop(units, work, [&] { return count(); }), scratch_bytes, unit,
                 order == Order::kNeighbours,
                 [&](int64_t threads_used, const auto& worker) { run_on(threads, threads_used, worker); });
   }

@@ -118,7 +118,10 @@ PlacedTokens place_heads(const Tensor& query, const Tensor& key, const Tensor& v
 }
 
 // [B, H, L, Dv] -> [B, L, H * Dv]
-Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
+Tensor join_heads(const Tensor& out) {
+  const Tensor rows = out.transpose(1, 2);
+  return rows.reshape_symint({rows.sym_size(0), rows.sym_size(1), rows.sym_size(2) * rows.sym_size(3)});
+}
 
 Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensors>& cache, AttentionArguments args,
                      double dropout_p) {

@@ -101,7 +101,7 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
   ATTNPACK_CHECK(!rope || !rope->raw_keys,
                  "cache: got a QuantizedCache for RoPE that rotates all stored keys at each call, want one that stores "
                  "them as they are; use a LatentCache");
-  const Tensor past = cache.lengths.clone();
+  const Tensor past = copy_lengths(cache.lengths);
   const auto [q, k] = rotate_tokens(tokens, rope, {layer.positions, false, past, layer.kv_lens});
   const Tensor rows = latent_rows(k.detach(), latent_dim), no_values = without_width(rows);
 
@@ -117,7 +117,7 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
   check(keys_like, keys_like, std::nullopt);
 
   kv_cache_append_(cache.key, cache.value, cache.lengths, rows, no_values, layer.kv_lens, limit);
-  const Tensor lengths = cache.lengths.clone();
+  const Tensor lengths = copy_lengths(cache.lengths);
   // The free capacity is not expanded where the lengths can be looked at.
   if (!covers && lengths.is_cpu() && !at::isTensorSubclassLike(lengths) && lengths.numel() > 0)
     readable = lengths.max().item<int64_t>();

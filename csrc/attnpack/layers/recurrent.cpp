@@ -24,14 +24,34 @@ constexpr double kDecayDivisor = 16.0;  // of a learned decay (Yang et al. 2024,
 
 struct StateArguments {
   OptionalTensor conv_state = {}, state = {}, kv_lens = {}, cu_seqlens = {};
+  OptionalTensor owned_state = {};  // in the place of state: it is written, and the state that is returned is empty
 
-  auto members() const { return std::tie(conv_state, state, kv_lens, cu_seqlens); }
+  auto members() const { return std::tie(conv_state, state, kv_lens, cu_seqlens, owned_state); }
 };
-#define ATTNPACK_STATE_SCHEMA \
-  "Tensor? conv_state=None, Tensor? state=None, Tensor? kv_lens=None, Tensor? cu_seqlens=None"
+#define ATTNPACK_STATE_SCHEMA                                                                    \
+  "Tensor? conv_state=None, Tensor? state=None, Tensor? kv_lens=None, Tensor? cu_seqlens=None, " \
+  "Tensor(a!)? owned_state=None"
 
 StateArguments arguments_of(const RecurrentInputs& inputs) {
-  return {inputs.conv_state(), inputs.state(), inputs.kv_lens(), inputs.cu_seqlens()};
+  const bool owned = inputs.in_place() && inputs.state();
+  return {inputs.conv_state(), owned ? OptionalTensor() : inputs.state(), inputs.kv_lens(), inputs.cu_seqlens(),
+          owned ? inputs.state() : OptionalTensor()};
+}
+
+// The state after a call: the given one where it was written.
+Tensor state_after(const RecurrentInputs& inputs, const Tensor& returned) {
+  return inputs.in_place() && inputs.state() ? *inputs.state() : returned;
+}
+
+LinearAttentionResult recur(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const OptionalTensor& log_decay, const OptionalTensor& beta, std::optional<double> scale,
+                            const StateArguments& args) {
+  if (!args.owned_state)
+    return linear_attention_op(query, key, value, {log_decay, beta, args.state, args.kv_lens, args.cu_seqlens, scale});
+  ATTNPACK_CHECK(!args.state, "owned_state: got one beside state, whose place it takes; leave one of them out");
+  const Tensor out = linear_attention_in_place_op(query, key, value, *args.owned_state,
+                                                  {log_decay, beta, args.kv_lens, args.cu_seqlens, scale});
+  return {out, at::empty({0}, args.owned_state->options())};
 }
 
 // [B, L, heads * W] -> [B, L, heads, W]
@@ -82,9 +102,8 @@ Result delta_attend_composite(const Tensor& mixed, const Tensor& decay, const Te
   const Tensor log_decay = (-rate * step).transpose(1, 2);  // [B, Hv, L] or [B, Hv, L, D]
   Tensor written = beta.to(wide).sigmoid();
   if (beta_scale != 1) written = written * beta_scale;
-  const auto [out, state] = linear_attention_op(
-      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-      {log_decay, written.transpose(1, 2), args.state, args.kv_lens, args.cu_seqlens, std::nullopt});
+  const auto [out, state] = recur(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), log_decay,
+                                  written.transpose(1, 2), std::nullopt, args);
   const Tensor normed = rms_norm(out.transpose(1, 2), norm_weight, eps);
   const Tensor factor = activated(gate_activation, heads_of("gate", gate, heads).to(wide));
   return {(normed * factor).to(mixed.scalar_type()).flatten(2), conv_state, state};
@@ -113,9 +132,8 @@ Result state_space_attend_composite(const Tensor& mixed, const Tensor& conv_weig
                q = heads_of("conv_weight", parts.narrow(-1, values + keys, keys), num_groups);
   const Tensor dt = at::softplus(mixed.narrow(-1, values + channels, heads).to(wide) + dt_bias.to(wide));
   const Tensor log_decay = -a_log.to(wide).exp() * dt;
-  const auto [out, state] = linear_attention_op(
-      q.transpose(1, 2), k.transpose(1, 2), (x * dt.unsqueeze(-1)).transpose(1, 2),
-      {log_decay.transpose(1, 2), std::nullopt, args.state, args.kv_lens, args.cu_seqlens, /*scale=*/1.0});
+  const auto [out, state] = recur(q.transpose(1, 2), k.transpose(1, 2), (x * dt.unsqueeze(-1)).transpose(1, 2),
+                                  log_decay.transpose(1, 2), std::nullopt, /*scale=*/1.0, args);
   const Tensor sum = (out.transpose(1, 2) + skip.to(wide).unsqueeze(-1) * x).flatten(2);
   const Tensor gated = heads_of("norm_weight", sum * at::silu(mixed.narrow(-1, 0, values).to(wide)), num_groups);
   const Tensor ones = at::ones({values / num_groups}, gated.options());
@@ -127,7 +145,8 @@ std::tuple<Tensor, Tensor> linear_attend_composite(const Tensor& query, const Te
                                                    const OptionalTensor& decay_logits, int64_t num_heads,
                                                    std::string_view feature_map, std::string_view decay,
                                                    std::optional<double> scale, const OptionalTensor& first_state,
-                                                   const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens) {
+                                                   const OptionalTensor& kv_lens, const OptionalTensor& cu_seqlens,
+                                                   const OptionalTensor& owned_state) {
   check_linear_attend(feature_map, decay);
   ATTNPACK_CHECK(decay_logits.has_value() == (decay == "learned"),
                  "decay_logits: they go with decay 'learned', and only with it; got decay '", decay, "'");
@@ -147,9 +166,8 @@ std::tuple<Tensor, Tensor> linear_attend_composite(const Tensor& query, const Te
                     .view({1, -1, 1})
                     .expand_symint({q.sym_size(0), c10::SymInt(num_heads), q.sym_size(2)});
   }
-  const auto [out, state] = linear_attention_op(
-      q, k, v,
-      {log_decay, std::nullopt, first_state, kv_lens, cu_seqlens, mapped && !scale ? std::make_optional(1.0) : scale});
+  const auto [out, state] = recur(q, k, v, log_decay, std::nullopt, mapped && !scale ? std::make_optional(1.0) : scale,
+                                  {std::nullopt, first_state, kv_lens, cu_seqlens, owned_state});
   if (!mapped) return {out.transpose(1, 2).flatten(2), state};
   const int64_t dim = v.size(-1) - 1;
   // Tokens that are padding have no weights.
@@ -182,22 +200,30 @@ std::tuple<Tensor, Tensor, Tensor> delta_attend(const Tensor& mixed, const Tenso
                                                 const Tensor& gate, const DeltaWeights& w, const DeltaSettings& s,
                                                 const RecurrentInputs& inputs) {
   static const DispatchedOp<decltype(delta_attend_composite)> op("attnpack::delta_attend");
-  return op(mixed, decay, beta, gate, w.conv, w.a_log, w.dt_bias, w.norm, s.num_k_heads, s.eps, s.gate_activation,
-            s.beta_scale, arguments_of(inputs));
+  auto result = op(mixed, decay, beta, gate, w.conv, w.a_log, w.dt_bias, w.norm, s.num_k_heads, s.eps,
+                   s.gate_activation, s.beta_scale, arguments_of(inputs));
+  std::get<2>(result) = state_after(inputs, std::get<2>(result));
+  return result;
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_space_attend(const Tensor& mixed, const StateSpaceWeights& w,
                                                       const StateSpaceSettings& s, const RecurrentInputs& inputs) {
   static const DispatchedOp<decltype(state_space_attend_composite)> op("attnpack::state_space_attend");
-  return op(mixed, w.conv, w.conv_bias, w.a_log, w.dt_bias, w.skip, w.norm, s.num_groups, s.eps, arguments_of(inputs));
+  auto result =
+      op(mixed, w.conv, w.conv_bias, w.a_log, w.dt_bias, w.skip, w.norm, s.num_groups, s.eps, arguments_of(inputs));
+  std::get<2>(result) = state_after(inputs, std::get<2>(result));
+  return result;
 }
 
 std::tuple<Tensor, Tensor> linear_attend(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const std::optional<Tensor>& decay_logits, const LinearAttendSettings& s,
                                          const RecurrentInputs& inputs) {
   static const DispatchedOp<decltype(linear_attend_composite)> op("attnpack::linear_attend");
-  return op(query, key, value, decay_logits, s.num_heads, s.feature_map, s.decay, s.scale, inputs.state(),
-            inputs.kv_lens(), inputs.cu_seqlens());
+  const auto args = arguments_of(inputs);
+  auto result = op(query, key, value, decay_logits, s.num_heads, s.feature_map, s.decay, s.scale, args.state,
+                   args.kv_lens, args.cu_seqlens, args.owned_state);
+  std::get<1>(result) = state_after(inputs, std::get<1>(result));
+  return result;
 }
 
 std::tuple<Tensor, Tensor> gated_convolution(const Tensor& mixed, const Tensor& weight,
@@ -221,8 +247,8 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       from_schema<state_space_attend_composite>);
   m.def(
       "linear_attend(Tensor query, Tensor key, Tensor value, Tensor? decay_logits, int num_heads, str feature_map, str "
-      "decay, float? scale=None, Tensor? state=None, Tensor? kv_lens=None, Tensor? cu_seqlens=None) -> (Tensor, "
-      "Tensor)",
+      "decay, float? scale=None, Tensor? state=None, Tensor? kv_lens=None, Tensor? cu_seqlens=None, Tensor(a!)? "
+      "owned_state=None) -> (Tensor, Tensor)",
       from_schema<linear_attend_composite>);
   m.def(
       "gated_convolution(Tensor mixed, Tensor weight, Tensor? bias=None, Tensor? conv_state=None, Tensor? "

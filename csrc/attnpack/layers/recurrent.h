@@ -18,6 +18,8 @@ struct RecurrentInputs : OptionList<RecurrentInputs> {
   // The states that the layer's last call returned; none: zeros.
   ATTNPACK_OPTION(std::optional<at::Tensor>, conv_state);  // [N, C, K - 1]
   ATTNPACK_OPTION(std::optional<at::Tensor>, state);       // [N, Hv, D, Dv]
+  // The new state is written into `state`, and `state` is returned. Not for calls that want gradients.
+  ATTNPACK_OPTION(bool, in_place) = false;
   // Valid tokens of each sequence, [B], or where packed sequences begin and end, [N + 1].
   ATTNPACK_OPTION(std::optional<at::Tensor>, kv_lens);
   ATTNPACK_OPTION(std::optional<at::Tensor>, cu_seqlens);

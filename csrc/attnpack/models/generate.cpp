@@ -1,6 +1,7 @@
 #include <attnpack/models/generate.h>
 
 #include <attnpack/cache/paged_cache.h>
+#include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/models/detail/sampler.h>
@@ -78,6 +79,12 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(),
                  "', want 'dynamic', 'static', 'sliding', 'paged', 'int8', 'int4' or 'none'");
   return nullptr;
+}
+
+// A cache that nobody else sees need not go back to where it was before a call.
+void write_in_place(const ModelCache& cache) {
+  for (const auto& layer : cache.layers())
+    if (const auto recurrent = std::dynamic_pointer_cast<RecurrentCache>(layer)) recurrent->write_in_place(true);
 }
 
 // Each sequence as several, index [B * n]. The caller's own cache stays the object that it is.
@@ -224,7 +231,7 @@ at::Tensor answer(const Model& model, Stepper stepper, const at::Tensor& ids, co
   for (int64_t step = 0; step < options.max_new_tokens(); ++step) {
     auto chosen = sample(logits(step == 0));
     if (model.share) chosen = model.share->agreed(chosen);  // draws differ where the processes' generators do
-    tokens = step == 0 ? chosen : at::where(stopped, tokens, chosen);
+    tokens = step == 0 || options.stop_tokens().empty() ? chosen : at::where(stopped, tokens, chosen);
     pieces.push_back(tokens.unsqueeze(1));
     if (options.callback() && !options.callback()(tokens)) break;
     if (!options.stop_tokens().empty()) {
@@ -252,7 +259,9 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
       // A given cache may hold what came before the ids, which nobody could compute anew.
       options.model_cache() ? std::nullopt : switch_length_of(model.options),
   };
-  Stepper stepper(loop_model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
+  const auto cache = make_cache(model, ids, lengths, options);
+  if (cache && !options.model_cache()) write_in_place(*cache);
+  Stepper stepper(loop_model, cache, ids, lengths, options.lengths().has_value());
   return answer(loop_model, std::move(stepper), ids, options);
 }
 
@@ -299,6 +308,7 @@ at::Tensor generate(EncoderDecoderImpl& model, const at::Tensor& source, const a
   const at::NoGradGuard no_grad;
   const auto lengths = prompt_lengths(ids, options);
   const auto cache = make_cache(model, lengths, options);
+  if (cache && !options.model_cache()) write_in_place(*cache);
   const auto cross_cache = cache ? model.new_cross_cache() : nullptr;
   auto context = model.encode(source, inputs.source_lens());
   auto source_lens = inputs.source_lens();

@@ -1,6 +1,10 @@
 #include <attnpack/modules/block.h>
 
+#include <c10/util/SmallVector.h>
+
 #include <cmath>
+#include <functional>
+#include <tuple>
 
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
@@ -19,10 +23,25 @@ at::Tensor added(const Block& block, const at::Tensor& t) {
   return block.residual_scale == 1 ? kept : kept * block.residual_scale;
 }
 
-// x + f(norm(x)), or norm(x + f(x)).
-template <typename Block, typename F>
-at::Tensor residual(const Block& block, const at::Tensor& x, const Part<TokenModule>& norm, const F& f) {
-  return block.pre_norm ? x + added(block, f(norm->forward(x))) : norm->forward(x + added(block, f(x)));
+using Layer = std::function<at::Tensor(const at::Tensor&)>;
+
+// A norm, and the layer beside it.
+struct ResidualPart {
+  const Part<TokenModule>& norm;
+  Layer layer;
+};
+
+// For each part in turn x + f(norm(x)), or norm(x + f(x)). A sum and the norm that reads it are one call.
+template <typename Block>
+at::Tensor run_parts(const Block& block, at::Tensor x, at::ArrayRef<ResidualPart> parts) {
+  if (!block.pre_norm) {
+    for (const auto& part : parts) x = std::get<1>(part.norm->forward_sum(x, added(block, part.layer(x))));
+    return x;
+  }
+  auto normed = parts.front().norm->forward(x);
+  for (size_t i = 1; i < parts.size(); ++i)
+    std::tie(x, normed) = parts[i].norm->forward_sum(x, added(block, parts[i - 1].layer(normed)));
+  return x + added(block, parts.back().layer(normed));
 }
 
 // Returns the options after a check that their parts are given and fit each other.
@@ -71,11 +90,13 @@ EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
 
 at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
   check_input("x", x, self_attn->embed_dim(), {});
-  const auto h = residual(*this, x, input_layernorm, [&](const at::Tensor& t) {
+  const auto attend = [&](const at::Tensor& t) {
     return self_attn->forward(
         t, AttentionInputs().mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
-  });
-  return residual(*this, h, post_attention_layernorm, [&](const at::Tensor& t) { return mlp->forward(t); });
+  };
+  const ResidualPart parts[] = {{input_layernorm, attend},
+                                {post_attention_layernorm, [&](const at::Tensor& t) { return mlp->forward(t); }}};
+  return run_parts(*this, x, parts);
 }
 
 DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
@@ -132,18 +153,19 @@ at::Tensor DecoderBlockImpl::run(const at::Tensor& x, const DecoderBlockInputs& 
     check_cross_distances(cross_attn->counts_distances(), bool(inputs.cache()));
     positions = query_positions(*cross_attn.operator->(), x, inputs);
   }
-  auto h = residual(*this, x, input_layernorm, attend);
+  c10::SmallVector<ResidualPart, 3> parts{{input_layernorm, attend}};
   if (cross_attn) {
-    h = residual(*this, h, cross_attention_layernorm, [&](const at::Tensor& t) {
-      return cross_attn->forward(t, AttentionInputs()
-                                        .context(inputs.context())
-                                        .cache(inputs.cross_cache())
-                                        .mask(inputs.context_mask())
-                                        .positions(positions)
-                                        .kv_lens(inputs.context_lens()));
-    });
+    parts.push_back({cross_attention_layernorm, [&](const at::Tensor& t) {
+                       return cross_attn->forward(t, AttentionInputs()
+                                                         .context(inputs.context())
+                                                         .cache(inputs.cross_cache())
+                                                         .mask(inputs.context_mask())
+                                                         .positions(positions)
+                                                         .kv_lens(inputs.context_lens()));
+                     }});
   }
-  return residual(*this, h, post_attention_layernorm, [&](const at::Tensor& t) { return mlp->forward(t); });
+  parts.push_back({post_attention_layernorm, [&](const at::Tensor& t) { return mlp->forward(t); }});
+  return run_parts(*this, x, parts);
 }
 
 at::Tensor DecoderBlockImpl::run_layout(const at::Tensor& x,

@@ -5,13 +5,13 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/dropout.h>
 #include <attnpack/modules/detail/print_options.h>
+#include <attnpack/ops/swiglu.h>
 
 namespace attnpack {
 
 namespace {
 
 at::Tensor activated(const std::string& activation, const at::Tensor& x) {
-  if (activation == "swiglu") return at::silu(x);
   if (activation == "relu") return at::relu(x);
   if (activation == "relu2") return at::relu(x).square();
   return at::gelu(x, activation.ends_with("_tanh") ? "tanh" : "none");
@@ -22,6 +22,7 @@ at::Tensor activated(const std::string& activation, const at::Tensor& x) {
 bool has_gate(const std::string& activation) { return activation.ends_with("glu") || activation == "geglu_tanh"; }
 
 at::Tensor gated_by(const std::string& activation, const at::Tensor& gate, const at::Tensor& up) {
+  if (activation == "swiglu") return swiglu(gate, up);
   if (activation != "clamped_swiglu") return activated(activation, gate) * up;
   const double alpha = 1.702, limit = 7;  // of gpt-oss
   const auto g = gate.clamp_max(limit);

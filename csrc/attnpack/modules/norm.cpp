@@ -38,6 +38,13 @@ at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   return rms_norm(x.to(wide), weight.to(wide) + 1, options.eps()).to(x.scalar_type());
 }
 
+std::tuple<at::Tensor, at::Tensor> RMSNormImpl::forward_sum(const at::Tensor& x, const at::Tensor& added) {
+  if (options.plus_one() || x.sizes() != added.sizes() || x.scalar_type() != added.scalar_type())
+    return TokenModule::forward_sum(x, added);
+  check_tokens("x", x, options.dim(), {});
+  return add_rms_norm(x, added, weight, options.eps());
+}
+
 void RMSNormImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::RMSNorm", options); }
 
 LayerNormImpl::LayerNormImpl(LayerNormOptions options) : options(std::move(options)) { reset(); }

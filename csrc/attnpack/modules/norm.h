@@ -40,6 +40,7 @@ class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
   explicit RMSNormImpl(RMSNormOptions options);
 
   at::Tensor forward(const at::Tensor& x) override;
+  std::tuple<at::Tensor, at::Tensor> forward_sum(const at::Tensor& x, const at::Tensor& added) override;
   std::optional<int64_t> embed_dim() const override { return options.dim(); }
 
   void reset() override;

@@ -24,6 +24,11 @@ class PartInterface {
 class TokenModule : public PartInterface {
  public:
   virtual at::Tensor forward(const at::Tensor& x) = 0;  // [..., E] -> [..., E]
+  // (x + added, forward of this sum); a module may do both at once.
+  virtual std::tuple<at::Tensor, at::Tensor> forward_sum(const at::Tensor& x, const at::Tensor& added) {
+    const auto sum = x + added;
+    return {sum, forward(sum)};
+  }
   // E, if the module has one.
   virtual std::optional<int64_t> embed_dim() const { return std::nullopt; }
 };

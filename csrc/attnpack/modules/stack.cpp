@@ -124,17 +124,17 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
       const auto source = sources.emplace_back(source_of(i));
       if (source && !cache && !shared[*source]) shared[*source] = std::make_shared<SharedKeys>();
     }
+    auto block_inputs = DecoderBlockInputs()
+                            .context(inputs.context())
+                            .mask(inputs.mask())
+                            .positions(inputs.positions())
+                            .kv_lens(inputs.kv_lens())
+                            .context_mask(inputs.context_mask())
+                            .context_lens(inputs.context_lens());
     for (size_t i = 0; i < layers->size(); ++i) {
-      auto block_inputs = DecoderBlockInputs()
-                              .context(inputs.context())
-                              .mask(inputs.mask())
-                              .positions(inputs.positions())
-                              .kv_lens(inputs.kv_lens())
-                              .context_mask(inputs.context_mask())
-                              .context_lens(inputs.context_lens());
       const auto source = sources[i];
       if (cache) block_inputs.cache(cache->layers()[i]);
-      if (cache && source) block_inputs.kv_from = cache->layers()[*source];
+      block_inputs.kv_from = cache && source ? cache->layers()[*source] : nullptr;
       block_inputs.kv = shared[source.value_or(i)];
       if (by_layer) block_inputs.layer_input = by_layer->select(-2, static_cast<int64_t>(i));
       if (cross_cache) block_inputs.cross_cache(cross_cache->layers()[i]);

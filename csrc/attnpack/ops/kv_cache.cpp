@@ -30,6 +30,15 @@ c10::SymInt longest_length(const Tensor& lengths, const c10::SymInt& capacity) {
   return longest;
 }
 
+Tensor copy_lengths(const Tensor& lengths) {
+  if (!lengths.is_cpu() || lengths.scalar_type() != at::kLong || !lengths.is_contiguous() ||
+      at::isTensorSubclassLike(lengths))
+    return lengths.clone();
+  const Tensor copy = at::empty(lengths.sizes(), lengths.options());
+  std::copy_n(lengths.const_data_ptr<int64_t>(), lengths.numel(), copy.mutable_data_ptr<int64_t>());
+  return copy;
+}
+
 void check_length(int64_t b, int64_t held, int64_t capacity) {
   ATTNPACK_CHECK(held >= 0 && held <= capacity, "the cache's lengths[", b, "] is ", held, ", wants 0 to its ", capacity,
                  " positions: call reset() on the cache");

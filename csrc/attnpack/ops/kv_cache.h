@@ -57,6 +57,9 @@ struct CacheTensors {
 c10::SymInt longest_length(const at::Tensor& lengths,     // [B] int64
                            const c10::SymInt& capacity);  // a length above it is an error, as one below 0
 
+// A copy of lengths [B] int64. Each layer of each step makes some, so where they can be read no operator copies them.
+at::Tensor copy_lengths(const at::Tensor& lengths);
+
 // Raises unless sequence b of a cache with `capacity` positions can hold `held` of them.
 void check_length(int64_t b, int64_t held, int64_t capacity);
 

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
 #include <attnpack/ops/detail/schema.h>
@@ -36,6 +37,22 @@ std::tuple<Tensor, Tensor> linear_attention_with_state(const Tensor& query, cons
        dense("kv_lens", o.kv_lens()), dense("cu_seqlens", o.cu_seqlens()), o.scale()});
 }
 
+Tensor linear_attention_in_place_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                                    const OwnedStateArguments& args) {
+  static const DispatchedOp<decltype(linear_attention_in_place_op)> op("attnpack::linear_attention_");
+  return op(query, key, value, state, args);
+}
+
+Tensor linear_attention_(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                         const RecurrenceOptions& o) {
+  ATTNPACK_CHECK(!o.initial_state(), "initial_state: got one, but linear_attention_ reads the states from state");
+  check_dense("query", query);
+  check_dense("key", key);
+  check_dense("value", value);
+  return linear_attention_in_place_op(query, key, value, state,
+                                      {o.log_decay(), o.beta(), o.kv_lens(), o.cu_seqlens(), o.scale()});
+}
+
 Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& value, const RecurrenceOptions& options) {
   return std::get<0>(linear_attention_with_state(query, key, value, options));
 }
@@ -45,6 +62,8 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("linear_attention(Tensor query, Tensor key, Tensor value, " ATTNPACK_LINEAR_ATTENTION_SCHEMA
         ") -> (Tensor, Tensor)");
+  m.def("linear_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) state, " ATTNPACK_OWNED_STATE_SCHEMA
+        ") -> Tensor");
   m.def(
       "linear_attention_backward(Tensor grad_out, Tensor? grad_state, Tensor query, Tensor key, Tensor "
       "value, " ATTNPACK_LINEAR_ATTENTION_SCHEMA ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -41,4 +41,13 @@ std::tuple<at::Tensor, at::Tensor> linear_attention_with_state(const at::Tensor&
                                                                const at::Tensor& value,
                                                                const RecurrenceOptions& options = {});
 
+// The same for states that the caller owns: the states before the first tokens are read from `state`, and those after
+// the last tokens are written there. A call that raises has written nothing. It has no gradient: it raises for a tensor
+// that wants one. options.initial_state stays none.
+at::Tensor linear_attention_(const at::Tensor& query,                 // [B, Hk, L, D]
+                             const at::Tensor& key,                   // [B, Hk, L, D]
+                             const at::Tensor& value,                 // [B, Hv, L, Dv]
+                             const at::Tensor& state,                 // [N, Hv, D, Dv] in fp32, fp64 for fp64 inputs
+                             const RecurrenceOptions& options = {});  // -> [B, Hv, L, Dv]
+
 }  // namespace attnpack

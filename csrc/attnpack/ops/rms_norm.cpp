@@ -23,6 +23,26 @@ at::Tensor rms_norm_formula(const at::Tensor& x, const at::Tensor& weight, doubl
   return at::rms_norm_symint(x, weight.sym_sizes(), weight, eps);
 }
 
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight,
+                                                double eps) {
+  static const DispatchedOp<decltype(add_rms_norm)> op("attnpack::add_rms_norm");
+  return op(x, added, weight, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm_formula(const at::Tensor& x, const at::Tensor& added,
+                                                        const at::Tensor& weight, double eps) {
+  ATTNPACK_CHECK(added.sym_sizes() == x.sym_sizes() && added.scalar_type() == x.scalar_type(), "added has shape ",
+                 added.sym_sizes(), " and dtype ", added.scalar_type(), ", wants ", x.sym_sizes(), " and ",
+                 x.scalar_type(), " as x has");
+  ATTNPACK_CHECK(added.device() == x.device(), "added is on ", added.device(), ", x on ", x.device(),
+                 ": move one of them with .to()");
+  const at::Tensor sum = x + added;
+  return {sum, rms_norm_formula(sum, weight, eps)};
+}
+
 }  // namespace attnpack
 
-TORCH_LIBRARY_FRAGMENT(attnpack, m) { m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor)");
+}

@@ -16,7 +16,7 @@ void run_in_threads(int64_t threads, c10::function_ref<void()> worker);
 // Hands out units 0 .. count - 1 to torch's threads: share_units says how.
 template <class F>
 void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit, bool neighbours = false) {
-  share_units(count, threads_of_loop(count, work, loop_threads), scratch_bytes, unit, neighbours,
+  share_units(count, work, threads_of_loop(count, work, loop_threads), scratch_bytes, unit, neighbours,
               [](int64_t threads, const auto& worker) { run_in_threads(threads, worker); });
 }
 

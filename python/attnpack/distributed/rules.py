@@ -164,6 +164,11 @@ def _recurrent_forward_ways(given: Given) -> Iterator[Way]:
         yield [Shard(dim), Shard(dim)], places
 
 
+def _recurrent_in_place_ways(given: Given) -> Iterator[Way]:
+    for dim, places in _recurrent_ways(given, ("state",)):
+        yield [Shard(dim)], places
+
+
 def _recurrent_backward_ways(given: Given) -> Iterator[Way]:
     for dim, places in _recurrent_ways(given, ("grad_out", "grad_state")):
         # A gradient of an argument that is not given is empty.
@@ -203,6 +208,18 @@ def _row_ways(given: Given) -> Iterator[Way]:
     x = given["x"]
     for dim in range(len(x.shape) - 1):
         yield [Shard(dim)], {"x": Shard(dim)}
+
+
+def _sum_ways(given: Given) -> Iterator[Way]:
+    """The same for two results of x and what is added to it."""
+    for dim in range(len(given["x"].shape) - 1):
+        yield [Shard(dim), Shard(dim)], {"x": Shard(dim), "added": Shard(dim)}
+
+
+def _number_ways(given: Given) -> Iterator[Way]:
+    """gate and up of an op that treats each number alike: any dim may be shared."""
+    for dim in range(len(given["gate"].shape)):
+        yield [Shard(dim)], {"gate": Shard(dim), "up": Shard(dim)}
 
 
 def _linear_ways(given: Given) -> Iterator[Way]:
@@ -326,10 +343,13 @@ _WAYS: dict[torch._ops.OpOverload, Callable[[Given], Iterator[Way]]] = {
     _OPS.attention_varlen.default: _varlen_forward_ways,
     _OPS.attention_varlen_backward.default: _varlen_backward_ways,
     _OPS.linear_attention.default: _recurrent_forward_ways,
+    _OPS.linear_attention_.default: _recurrent_in_place_ways,
     _OPS.linear_attention_backward.default: _recurrent_backward_ways,
     _OPS.causal_conv1d.default: _conv_forward_ways,
     _OPS.causal_conv1d_backward.default: _conv_backward_ways,
     _OPS.rms_norm.default: _row_ways,
+    _OPS.add_rms_norm.default: _sum_ways,
+    _OPS.swiglu.default: _number_ways,
     _OPS.null.default: _row_ways,
     _OPS.quantize_rows.default: _row_ways,
     _OPS.linear.default: _linear_ways,

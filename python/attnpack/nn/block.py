@@ -18,7 +18,7 @@ from .feed_forward import FeedForward
 from .layer_tail import LayerTail
 from .linear import is_offloaded
 from .native import NativeModule, dropped
-from .norm import arguments_of_norm, make_norm, norm_settings
+from .norm import arguments_of_norm, make_norm, norm_of_sum, norm_settings
 from .spread import check_lengths
 
 _NORMS = (
@@ -128,10 +128,16 @@ class Block(NativeModule):
                 )
         return [getattr(self, name).cpp() for name in names]
 
-    def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.pre_norm:
-            return x + self._added(layer(norm(x)))
-        return norm(x + self._added(layer(x)))
+    def _run_parts(self, x: Tensor, *parts: tuple[nn.Module, Callable[[Tensor], Tensor]]) -> Tensor:
+        """For each norm and layer in turn x + layer(norm(x)), or norm(x + layer(x))."""
+        if not self.pre_norm:
+            for norm, layer in parts:
+                _, x = norm_of_sum(norm, x, self._added(layer(x)))
+            return x
+        normed = parts[0][0](x)
+        for (norm, _), (_, layer) in zip(parts[1:], parts, strict=False):
+            x, normed = norm_of_sum(norm, x, self._added(layer(normed)))
+        return x + self._added(parts[-1][1](normed))
 
     def _added(self, x: Tensor) -> Tensor:
         """The output of attention or of the feed-forward, as the block adds it."""
@@ -192,12 +198,11 @@ class EncoderBlock(Block):
         """
         reject_keywords(unknown, cache=None)
         self._check(x)
-        x = self._residual(
+        return self._run_parts(
             x,
-            self.input_layernorm,
-            lambda h: self.self_attn(h, mask=mask, positions=positions, kv_lens=kv_lens),
+            (self.input_layernorm, lambda h: self.self_attn(h, mask=mask, positions=positions, kv_lens=kv_lens)),
+            (self.post_attention_layernorm, self.mlp),
         )
-        return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         return self._cpp_class(*self._twins("self_attn", "mlp"), **self._live_config())
@@ -319,10 +324,10 @@ class DecoderBlock(Block):
         """The block without its tail."""
         if self.layout is not None:
             return self._run_layout(x, attend)
-        x = self._residual(x, self.input_layernorm, attend)
+        parts: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [(self.input_layernorm, attend)]
         if self.has_cross_attention:
-            x = self._residual(x, self.cross_attention_layernorm, lambda h: self.cross_attn(h, context, **cross))
-        return self._residual(x, self.post_attention_layernorm, self.mlp)
+            parts.append((self.cross_attention_layernorm, lambda h: self.cross_attn(h, context, **cross)))
+        return self._run_parts(x, *parts, (self.post_attention_layernorm, self.mlp))
 
     def _query_positions(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> dict[str, Tensor]:
         """The positions of x for cross-attention, which knows nothing of what was before x; {} where it needs none."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import cpp
 from ..errors import check_tokens
-from ..ops import nested
+from ..ops import nested, swiglu
 from .linear import project, project_all
 from .native import NativeModule, dropped
 
@@ -67,6 +67,13 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`ops.swiglu`, and torch's operators, whose derivatives it has, where gradients are on or a graph is traced."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return swiglu(gate, up)
+
+
 _PLAIN = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -74,7 +81,7 @@ _PLAIN = {
     "relu2": lambda x: F.relu(x).square(),
 }
 _GATED = {
-    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "swiglu": _swiglu,
     "geglu": lambda gate, up: F.gelu(gate) * up,
     "geglu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": _clamped_swiglu,

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .. import cpp, ops
 from .._C import checks
 from ..errors import check_dtype, check_tokens
 from ..ops import nested
+from .linear import is_watched
 from .native import NativeModule
 
 
@@ -50,6 +52,19 @@ class RMSNorm(NativeModule):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps:g}" + (", plus_one=True" if self.plus_one else "")
+
+
+def norm_of_sum(norm: nn.Module, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """(x + added, norm of this sum). A plain RMSNorm without hooks does both at once, unless gradients are on."""
+    plain = type(norm) is RMSNorm and not norm.plus_one and type(x) is Tensor and type(added) is Tensor
+    alike = plain and x.shape == added.shape and x.dtype == added.dtype
+    if alike and not (
+        torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(norm) or _has_any_global_hook()
+    ):
+        check_tokens("x", x, norm.dim, None)
+        return ops.add_rms_norm(x, added, norm.weight, norm.eps)
+    total = x + added
+    return total, norm(total)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., dim], [dim]

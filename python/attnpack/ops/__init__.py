@@ -1,6 +1,6 @@
 """The operators as Python functions. They call C++ through pybind in eager mode, and ``torch.ops`` while compiling."""
 
-from .basic import dequantize_rows, linear, linears, quantize_rows, rms_norm
+from .basic import add_rms_norm, dequantize_rows, linear, linears, quantize_rows, rms_norm, swiglu
 from .entries import attend_entries, compress_tokens, name_entries, project_groups
 from .layers import (
     AttendRules,
@@ -33,7 +33,7 @@ from .positions import (
     sinusoidal_positions,
     with_native_rope,
 )
-from .recurrent import causal_conv1d, linear_attention
+from .recurrent import causal_conv1d, linear_attention, linear_attention_
 from .recurrent_layers import delta_attend, gated_convolution, linear_attend, state_space_attend
 from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
@@ -46,6 +46,7 @@ __all__ = [
     "LayerRules",
     "Rope",
     "SharedRules",
+    "add_rms_norm",
     "alibi_slopes",
     "apply_rope",
     "attend",
@@ -74,6 +75,7 @@ __all__ = [
     "linear",
     "linear_attend",
     "linear_attention",
+    "linear_attention_",
     "linears",
     "merge_states",
     "name_entries",
@@ -94,6 +96,7 @@ __all__ = [
     "stored_rows",
     "subtract_halves",
     "subtract_pairs",
+    "swiglu",
     "to_stored",
     "widen_stored",
     "with_native_rope",

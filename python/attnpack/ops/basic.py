@@ -58,6 +58,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _C.rms_norm(x, weight, eps)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A residual sum and its norm, (x + added, `rms_norm` of it), in one pass without gradients.
+
+    Args:
+        x, added: [..., dim], of one dtype; weight: [dim].
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.add_rms_norm(x, added, weight, eps)
+    return _C.add_rms_norm(x, added, weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020), computed in fp32 (fp64 for fp64) and rounded once; one pass without gradients.
+
+    Args:
+        gate, up: [...], of one shape.
+
+    Returns:
+        [...] in their dtype.
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.swiglu(gate, up)
+    return _C.swiglu(gate, up)
+
+
 def quantize_rows(x: Tensor, bits: int) -> Tensor:
     """Rows as bytes: integers in blocks of 32, each block with a scale in fp16; 8.5 or 4.5 bits per number.
 

@@ -89,6 +89,36 @@ def linear_attention(
     return result if return_state else result[0]
 
 
+def linear_attention_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`linear_attention` with states that the caller owns: those before the first tokens are read from ``state``, and
+    those after the last tokens are written there. So a step reads and writes them once.
+
+    Args:
+        query, key, value, log_decay, beta, kv_lens, cu_seqlens, scale: as in `linear_attention`.
+        state: [B or N, Hv, D, Dv] in fp32, fp64 for fp64 inputs, contiguous; written.
+
+    Returns:
+        out [B, Hv, L, Dv].
+
+    Raises:
+        ValueError: as in `linear_attention`, before anything is written.
+        RuntimeError: a tensor wants a gradient, which this function does not have.
+    """
+    call = torch.ops.attnpack if torch.compiler.is_compiling() else _C
+    return call.linear_attention_(query, key, value, state, log_decay, beta, kv_lens, cu_seqlens, scale)
+
+
 def _of_nested(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Any, beta: Any, initial_state: Any, kv_lens: Any,
     cu_seqlens: Any, scale: float | None, return_state: bool,

@@ -49,6 +49,37 @@ TEST_CASE("steps of recurrent layers, clones and caches") {
                     [&] { delta->forward(torch::randn({1, 2, 16}), AttentionInputs().causal(false)); }));
 }
 
+TEST_CASE("a cache that is written in place keeps its memory, and is reset where a call raises") {
+  torch::manual_seed(0);
+  GatedDeltaNet layer(GatedDeltaNetOptions(16, 2, 4).head_k_dim(4).head_v_dim(6));
+  const auto plain = std::make_shared<RecurrentCache>(), owned = std::make_shared<RecurrentCache>();
+  owned->write_in_place(true);
+  const auto x = torch::randn({2, 7, 16});
+  const auto step = [&](const std::shared_ptr<RecurrentCache>& cache, int64_t begin, int64_t count) {
+    return layer->forward(x.narrow(1, begin, count), AttentionInputs().cache(cache));
+  };
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& cache : {plain, owned}) step(cache, 0, 4);
+    const auto before = plain->state_matrix();
+    const auto* const place = owned->state_matrix().const_data_ptr();
+    for (int64_t i = 4; i < 7; ++i) REQUIRE(at::equal(step(owned, i, 1), step(plain, i, 1)));
+    REQUIRE(owned->state_matrix().const_data_ptr() == place);
+    REQUIRE(plain->state_matrix().const_data_ptr() != before.const_data_ptr());
+    REQUIRE(at::equal(owned->state_matrix(), plain->state_matrix()));
+  }
+  const auto* const place = owned->state_matrix().const_data_ptr();
+  REQUIRE(step(owned, 0, 1).requires_grad());  // a state that autograd may read is not written
+  REQUIRE(owned->state_matrix().const_data_ptr() != place);
+  for (const auto& cache : {plain, owned}) {
+    REQUIRE(complains("stop", [&] {
+      all_or_none(std::vector<std::shared_ptr<KVCache>>{cache}, [&]() -> int { TORCH_CHECK(false, "stop"); });
+    }));
+  }
+  REQUIRE(plain->len() == 7);
+  REQUIRE(owned->len() == 0);
+}
+
 TEST_CASE("a model with recurrent layers has caches of both kinds") {
   torch::manual_seed(0);
   CausalLM model(CausalLMOptions(32, 16, 3, 2)

@@ -45,7 +45,7 @@ Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const 
                  "query has shape ", query.sym_sizes(), ", key ", key.sym_sizes(), ": batch and length must agree");
   const SymInt batch = query.sym_size(0), length = query.sym_size(2);
   const Tensor ends = at::arange(batch + 1, at::kLong) * length;  // on the CPU: there reading it waits for nothing
-  const Tensor past = cache.lengths.clone();
+  const Tensor past = copy_lengths(cache.lengths);
   VarlenArguments args{rules};
   args.block_table = cache.block_table;
   args.q_offsets = past;
@@ -69,7 +69,7 @@ void through_copy(const LayerTokens& tokens, const CacheTensors& cache, const La
   const auto copied = [&](const Tensor& pool) {
     return gather_pages(pool, *cache.block_table, cache.lengths, held + added);
   };
-  const CacheTensors copy{copied(cache.key), copied(cache.value), cache.lengths.clone()};
+  const CacheTensors copy{copied(cache.key), copied(cache.value), copy_lengths(cache.lengths)};
   call(copy);
   at::NoGradGuard no_grad;
   const Tensor slots = cache.lengths.unsqueeze(1) + at::arange(added, cache.lengths.options());  // [B, L]

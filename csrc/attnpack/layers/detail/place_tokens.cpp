@@ -133,7 +133,7 @@ PlacedTokens place_tokens(
   ReadableCache readable = readable_under(*cache, args.mask);
   check(readable.key, readable.value, std::nullopt);
   const auto slots = [&](const Tensor& lengths) { return cache->dropped ? lengths - *cache->dropped : lengths; };
-  const Tensor past = cache->lengths.clone();
+  const Tensor past = copy_lengths(cache->lengths);
   if (rope && rotates_in_cache(tokens, *rope, args.positions)) {
     const Tensor q = kv_cache_append_rotated_(cache->key, cache->value, cache->lengths, tokens.query, tokens.key,
                                               tokens.value, rope->inv_freq, rope->factor, rope->interleaved,
@@ -150,7 +150,7 @@ PlacedTokens place_tokens(
     readable.key = with_new_rows(readable.key, k, slots(past), args.kv_lens);
     readable.value = with_new_rows(readable.value, tokens.value, slots(past), args.kv_lens);
   }
-  const Tensor lengths = cache->lengths.clone();
+  const Tensor lengths = copy_lengths(cache->lengths);
   if (rope) readable.key = rotate_stored(readable.key, *cache, lengths, *rope, tokens.rotated_dims);
   return {q, readable.key, readable.value, slots(past), slots(lengths), true};
 }
@@ -164,7 +164,7 @@ PlacedTokens place_queries(const Tensor& query, const CacheTensors& cache, const
   check_shared_lengths(query, cache.lengths, args.kv_lens);
   const Tensor counted =
       args.kv_lens ? args.kv_lens->to(at::kLong) : at::ones_symint({query.sym_size(2)}, cache.lengths.options()).sum();
-  const Tensor past = cache.lengths - counted, lengths = cache.lengths.clone();
+  const Tensor past = cache.lengths - counted, lengths = copy_lengths(cache.lengths);
   const Tensor no_keys = query.narrow(1, 0, 0);
   const Tensor q =
       std::get<0>(rotate_tokens({query, no_keys, no_keys}, rope, {args.positions, false, past, args.kv_lens}));

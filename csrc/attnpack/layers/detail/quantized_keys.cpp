@@ -158,7 +158,7 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
   AttentionArguments args = attention_arguments(layer, rules);
   args.kv_lens = std::nullopt;
   check_layer(cache, layer, args, rope);
-  const Tensor past = cache.lengths.clone();
+  const Tensor past = copy_lengths(cache.lengths);
   if (args.chunk && cache.exact_key) {  // its parts count positions from elsewhere
     const SymInt columns = covers_positions(args.mask) ? args.mask->sym_size(-1) : cache.key.sym_size(2);
     args = with_chunks_masked(std::move(args), new_positions(past, query.sym_size(2)),
@@ -182,7 +182,7 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
   if (cache.exact_key)
     kv_cache_append_(*cache.exact_key, *cache.exact_value, past.clone(), k.detach(), value.detach(), layer.kv_lens,
                      std::nullopt, cache.dropped);
-  Stored stored{cache.key, cache.value, cache.bits, {}, {}, past, cache.lengths.clone()};
+  Stored stored{cache.key, cache.value, cache.bits, {}, {}, past, copy_lengths(cache.lengths)};
   if (cache.exact_key) {
     stored.exact_key = *cache.exact_key;
     stored.exact_value = *cache.exact_value;

@@ -185,10 +185,8 @@ AttendOptions GroupedAttentionImpl<Derived, layout>::shared_settings(const at::T
 
 template <typename Derived, HeadLayout layout>
 AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInputs& inputs) const {
-  auto others = inputs;
-  others.key_index(std::nullopt).key_block(1);
-  others.kv = nullptr;
-  auto result = attend_options(options, others, this->is_training(), norms_rotated() ? RotaryEmbedding(nullptr) : rope);
+  auto result = attend_options(options, inputs, this->is_training(), norms_rotated() ? RotaryEmbedding(nullptr) : rope,
+                               /*named_keys=*/true);
   result.key_index = inputs.key_index();
   result.key_block = inputs.key_block();
   result.head_map = options.head_map();

@@ -17,7 +17,8 @@ namespace attnpack {
 
 // [B, L, H * D] -> [B, H, L, D], a view
 inline at::Tensor split_heads(const at::Tensor& x, int64_t num_heads, int64_t head_dim) {
-  return x.unflatten(-1, {num_heads, head_dim}).transpose(1, 2);
+  if (x.dim() != 3 || x.is_nested()) return x.unflatten(-1, {num_heads, head_dim}).transpose(1, 2);
+  return x.view_symint({x.sym_size(0), x.sym_size(1), num_heads, head_dim}).transpose(1, 2);
 }
 
 // The cache of forward's inputs if it holds a context.
@@ -25,13 +26,19 @@ inline std::shared_ptr<CrossCache> cross_cache(const AttentionInputs& inputs) {
   return std::dynamic_pointer_cast<CrossCache>(inputs.cache());
 }
 
-// The layer's inputs that come from forward's inputs.
-inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
-  check_no_index_cache(inputs.index_cache() != nullptr);
+// Raises for inputs that only some modules take: names of keys, and the keys of another layer in a call without a
+// cache.
+inline void check_no_named_keys(const AttentionInputs& inputs) {
   check_no_key_index(inputs.key_index().has_value());
   check_no_key_block(inputs.key_block());
-  check_no_cu_seqlens(inputs.cu_seqlens().has_value());
   ATTNPACK_CHECK(!inputs.kv, "kv_from: got the keys of another layer, which this module does not take");
+}
+
+// The layer's inputs that come from forward's inputs.
+inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal, bool named_keys = false) {
+  check_no_index_cache(inputs.index_cache() != nullptr);
+  check_no_cu_seqlens(inputs.cu_seqlens().has_value());
+  if (!named_keys) check_no_named_keys(inputs);
   LayerInputs r;
   if (inputs.cache()) refuse_spread("cache: got one", "prefill and decode with a ShardedCache, outside");
   const auto held = cross_cache(inputs);
@@ -80,15 +87,16 @@ auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, Options o
 // The same with room for key and value. An empty CrossCache stores them.
 template <typename Call>
 auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
-                const AttendOptions& options, const Call& call) {
+                AttendOptions options, const Call& call) {
   if (const auto held = std::dynamic_pointer_cast<CrossCache>(cache)) {
     return all_or_none(std::array{held}, [&] {
       if (!held->filled()) held->store(key, value, options.kv_lens);
       return call(options);
     });
   }
+  const auto kv_lens = options.kv_lens;
   return with_room(
-      cache, key.size(2), options, [&](KVCache& held) { return held.reserve_valid(key, value, options.kv_lens); },
+      cache, key.size(2), std::move(options), [&](KVCache& held) { return held.reserve_valid(key, value, kv_lens); },
       call);
 }
 
@@ -114,8 +122,8 @@ inline void check_rope_dim(const RotaryEmbedding& rope, int64_t most, const std:
 // The options of attention that the modules have in common. A module without a window or chunk sees all keys.
 template <typename Options>
 AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bool is_training,
-                             const RotaryEmbedding& rope) {
-  AttendOptions r{layer_inputs(inputs, o.causal())};
+                             const RotaryEmbedding& rope, bool named_keys = false) {
+  AttendOptions r{layer_inputs(inputs, o.causal(), named_keys)};
   if constexpr (requires { o.window(); }) r.window = o.window().value_or(Window{-1, -1});
   if constexpr (requires { o.chunk(); }) {
     if (o.chunk()) check_chunked_call(r.cross);

@@ -1,5 +1,7 @@
 #include <attnpack/modules/recurrent/recurrent_module.h>
 
+#include <ATen/core/grad_mode.h>
+
 #include <attnpack/core/check.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/modules/detail/checks.h>
@@ -42,7 +44,7 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
   const auto& ends = inputs.cu_seqlens();
   const auto held = cache->states(ends ? ends->sym_size(0) - 1 : x.sym_size(0), shapes.conv, shapes.state);
   if (held.conv.defined()) given.conv_state(held.conv);
-  if (held.state.defined()) given.state(held.state);
+  if (held.state.defined()) given.state(held.state).in_place(cache->writes_in_place() && !at::GradMode::is_enabled());
   return all_or_none(std::array{cache}, [&] {
     const auto result = call(given);
     cache->advance(result.states, x.sym_size(1), ends ? std::make_optional(ends->diff()) : inputs.kv_lens());

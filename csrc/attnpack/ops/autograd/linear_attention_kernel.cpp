@@ -64,6 +64,23 @@ LinearAttentionResult linear_attention_autograd(const Tensor& query, const Tenso
   return result;
 }
 
+// A state that is written has no history.
+Tensor linear_attention_in_place_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const Tensor& state, const OwnedStateArguments& args) {
+  const Tensor g = or_undefined(args.log_decay), beta = or_undefined(args.beta);
+  TORCH_CHECK(!wants_formula({&query, &key, &value, &state, &g, &beta}) &&
+                  !torch::autograd::compute_requires_grad(query, key, value, state, g, beta),
+              "attnpack: linear_attention_ writes the state in place and has no gradient, but a tensor wants one. ",
+              "Compute under torch.no_grad(), or take linear_attention");
+  Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    out = linear_attention_in_place_op(query, key, value, state, args);
+  }
+  if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
+  return out;
+}
+
 LinearAttentionGradients linear_attention_backward_autograd(const Tensor& grad_out,
                                                             const std::optional<Tensor>& grad_state,
                                                             const Tensor& query, const Tensor& key, const Tensor& value,
@@ -81,5 +98,6 @@ LinearAttentionGradients linear_attention_backward_autograd(const Tensor& grad_o
 
 TORCH_LIBRARY_IMPL(attnpack, Autograd, m) {
   m.impl("linear_attention", attnpack::from_schema<attnpack::linear_attention_autograd>);
+  m.impl("linear_attention_", attnpack::from_schema<attnpack::linear_attention_in_place_autograd>);
   m.impl("linear_attention_backward", attnpack::from_schema<attnpack::linear_attention_backward_autograd>);
 }

@@ -45,3 +45,6 @@ TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatched, m) {
   m.impl("linear_attention", attnpack::from_schema<attnpack::linear_attention_batched>);
   m.impl("linear_attention_backward", attnpack::from_schema<attnpack::linear_attention_backward_batched>);
 }
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) {
+  m.impl("linear_attention_", attnpack::from_schema<attnpack::linear_attention_by_copy>);
+}

@@ -17,7 +17,17 @@ Tensor rms_norm_batched(const Tensor& x, const Tensor& weight, double eps) {
   return rms_norm_formula(x, weight, eps);
 }
 
+// The sum and the norm, each by its own rule.
+std::tuple<Tensor, Tensor> add_rms_norm_batched(const Tensor& x, const Tensor& added, const Tensor& weight,
+                                                double eps) {
+  const Tensor sum = x + added;
+  return {sum, rms_norm(sum, weight, eps)};
+}
+
 }  // namespace
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatched, m) { m.impl("rms_norm", attnpack::rms_norm_batched); }
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) {
+  m.impl("add_rms_norm", attnpack::add_rms_norm_batched);
+}

@@ -34,6 +34,7 @@ namespace attnpack {
    plain::causal_conv1d_backward_scratch,                          \
    plain::causal_conv1d_backward,                                  \
    Split<isa::rms_norm_rows, plain::rms_norm_rows>::by_bf16,       \
+   plain::swiglu,                                                  \
    Split<isa::quantize_rows, plain::quantize_rows>::by_bf16,       \
    Split<isa::dequantize_rows, plain::dequantize_rows>::by_bf16,   \
    isa::rotate_rows,                                               \

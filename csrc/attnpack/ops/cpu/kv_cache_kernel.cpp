@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/rope_rows.h>
@@ -107,13 +106,13 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
   const int64_t grain = 16384 / std::max<int64_t>(1, (query.size(1) + key.size(1)) * key.size(3)) + 1;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, key.scalar_type(), "kv_cache_append_rotated_", [&] {
     for_each_range(key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
-      std::vector<float> cos(half), sin(half);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t b = i / new_positions, l = i % new_positions;
-        fill_angles(places[b].held + l, inv_freq, factor, cos.data(), sin.data());
-        rotate_token<scalar_t>(query, b, l, cos.data(), sin.data(), half, interleaved, rotated, l);
+        const LastAngles& angles = LastAngles::at(places[b].held + l, inv_freq, factor);
+        rotate_token<scalar_t>(query, b, l, angles.cos(), angles.sin(), half, interleaved, rotated, l);
         if (l < places[b].count)
-          rotate_token<scalar_t>(key, b, l, cos.data(), sin.data(), half, interleaved, cache_key, places[b].slot + l);
+          rotate_token<scalar_t>(key, b, l, angles.cos(), angles.sin(), half, interleaved, cache_key,
+                                 places[b].slot + l);
       }
     });
   });

@@ -72,30 +72,39 @@ int64_t shared_heads(const LinearAttentionParams& p) {
   return shared;
 }
 
-// Raises for the largest log decay of a valid token.
-[[noreturn]] void refuse_positive(const PreparedRecurrence& call) {
-  double most = 0;
+// The largest log decay of a valid token, at least 0.
+template <class T>
+double largest_log_decay(const PreparedRecurrence& call) {
+  const LinearAttentionParams& p = call.params;
+  const int64_t channels = p.per_channel ? p.head_dim : 1;
+  T most = 0;
   for (int64_t b = 0; b < call.log_decay.size(0); ++b) {
-    const auto& lens = call.lengths.lens;
-    const int64_t valid = lens.empty() ? call.params.length : lens[b];
-    if (valid > 0) most = std::max(most, call.log_decay[b].narrow(1, 0, valid).nan_to_num(0).max().item<double>());
+    const int64_t valid = call.lengths.lens.empty() ? p.length : call.lengths.lens[b];
+    for (int64_t h = 0; h < p.num_heads; ++h)
+      for (int64_t t = 0; t < valid; ++t) {
+        const Strides& s = p.log_decay_strides;
+        const T* const x = static_cast<const T*>(p.log_decay) + b * s.batch + h * s.head + t * s.row;
+        for (int64_t c = 0; c < channels; ++c) most = x[c] > most ? x[c] : most;  // NaN is never larger
+      }
   }
+  return most;
+}
+double largest_log_decay(const PreparedRecurrence& call) {
+  return call.log_decay.scalar_type() == at::kDouble ? largest_log_decay<double>(call) : largest_log_decay<float>(call);
+}
+
+[[noreturn]] void refuse_positive(double most) {
   ATTNPACK_CHECK(false, "log_decay: got ", most,
                  ", want at most 0, the log of what is kept of the state: pass the log ",
                  "of a decay, such as -softplus(x)");
   std::abort();
 }
 
-LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const LinearAttentionArguments& args) {
-  check_linear_attention(query, key, value, args);
-  PreparedRecurrence call(query, key, value, args);
+// Computes out, and the states into `state`.
+void compute(PreparedRecurrence& call, const Tensor& out, const Tensor& state) {
   LinearAttentionParams& p = call.params;
-  const auto wide = query.options().dtype(accumulation_type(query));
-  const Tensor out = empty_laid_as(query, linear_out_shape(query, value), query.options());
-  const Tensor state = at::empty_symint(linear_state_shape(query, value, args), wide);
   if (call.lengths.has_padding() || p.head_dim == 0) out.zero_();
-  if (p.num_heads == 0 || p.head_dim == 0 || p.v_head_dim == 0) return {out, state};
+  if (p.num_heads == 0 || p.head_dim == 0 || p.v_head_dim == 0) return;
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.state = state.mutable_data_ptr();
@@ -105,8 +114,30 @@ LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& ke
   for_each_unit(p.sequences * units, call.work, kernels.linear_attention_scratch(p), [&](int64_t unit, void* scratch) {
     kernels.linear_attention(p, unit / units, unit % units * p.shared_heads, scratch);
   });
-  if (call.positive_decays) refuse_positive(call);
+}
+
+LinearAttentionResult linear_attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const LinearAttentionArguments& args) {
+  check_linear_attention(query, key, value, args);
+  PreparedRecurrence call(query, key, value, args);
+  const auto wide = query.options().dtype(accumulation_type(query));
+  const Tensor out = empty_laid_as(query, linear_out_shape(query, value), query.options());
+  const Tensor state = at::empty_symint(linear_state_shape(query, value, args), wide);
+  compute(call, out, state);
+  if (call.positive_decays) refuse_positive(largest_log_decay(call));
   return {out, state};
+}
+
+// The kernel may read and write one state: it reads columns of it before it writes them.
+Tensor linear_attention_in_place_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                                     const OwnedStateArguments& args) {
+  check_linear_attention_in_place(query, key, value, state, args);
+  PreparedRecurrence call(query, key, value, args.from(state));
+  if (args.log_decay)  // before anything is written
+    if (const double most = largest_log_decay(call); most > 0) refuse_positive(most);
+  const Tensor out = empty_laid_as(query, linear_out_shape(query, value), query.options());
+  compute(call, out, state);
+  return out;
 }
 
 LinearAttentionGradients linear_attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_state,
@@ -154,5 +185,6 @@ LinearAttentionGradients linear_attention_backward_cpu(const Tensor& grad_out, c
 
 TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
   m.impl("linear_attention", attnpack::from_schema<attnpack::linear_attention_cpu>);
+  m.impl("linear_attention_", attnpack::from_schema<attnpack::linear_attention_in_place_cpu>);
   m.impl("linear_attention_backward", attnpack::from_schema<attnpack::linear_attention_backward_cpu>);
 }

@@ -20,10 +20,14 @@ bool fits(const Tensor& x, const Tensor& weight) {
          x.numel() > 0;
 }
 
-Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
-  if (!fits(x, weight)) return rms_norm_formula(x, weight, eps);
+// The norm of x, or of sum = x + added, both contiguous.
+Tensor normalised(const Tensor& x, const Tensor& weight, double eps, const Tensor* added, const Tensor* sum) {
   const Tensor out = at::empty(x.sizes(), x.options()), from = x.contiguous(), factors = weight.contiguous();
   RmsNormParams p{};
+  if (added) {
+    p.added = added->const_data_ptr();
+    p.sum = sum->mutable_data_ptr();
+  }
   p.dim = weight.size(0);
   p.dtype = kernel_dtype(x.scalar_type());
   p.eps = eps;
@@ -37,7 +41,22 @@ Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
   return out;
 }
 
+Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
+  return fits(x, weight) ? normalised(x, weight, eps, nullptr, nullptr) : rms_norm_formula(x, weight, eps);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_cpu(const Tensor& x, const Tensor& added, const Tensor& weight, double eps) {
+  if (!fits(x, weight) || added.sizes() != x.sizes() || added.scalar_type() != x.scalar_type())
+    return add_rms_norm_formula(x, added, weight, eps);
+  const Tensor more = added.contiguous(), sum = at::empty(x.sizes(), x.options());
+  const Tensor out = normalised(x, weight, eps, &more, &sum);
+  return {sum, out};
+}
+
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, CPU, m) { m.impl("rms_norm", attnpack::rms_norm_cpu); }
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("rms_norm", attnpack::rms_norm_cpu);
+  m.impl("add_rms_norm", attnpack::add_rms_norm_cpu);
+}

@@ -83,14 +83,15 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
   rounded.resize_for_overwrite(count * (inputs / kRoundedBlock));
   c10::SmallVector<StoredLayer, 3> layers;
   std::vector<Tensor> outs;
+  outs.reserve(weights.size());
+  at::DimVector shape(input.sizes());
   int64_t units = 0, outputs = 0;
   for (const Tensor& weight : weights) outputs += weight.size(0);
   const int64_t step = stored_outputs_of_unit(outputs);
   for (size_t i = 0; i < weights.size(); ++i) {
-    auto shape = input.sizes().vec();
     shape.back() = weights[i].size(0);
     outs.push_back(at::empty(shape, input.options()));
-    StoredLayer layer;
+    StoredLayer& layer = layers.emplace_back();
     layer.weight = with_whole_rows(weights[i]);
     StoredLinearParams& p = layer.params;
     p.rows = count;
@@ -106,8 +107,7 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
     p.out = outs.back().mutable_data_ptr();
     layer.parts = (p.outputs + step - 1) / step;
     layer.end = units += layer.parts * ((count + kStoredRows - 1) / kStoredRows);
-    if (!layers.empty()) layers.back().params.following = p.weight;
-    layers.push_back(std::move(layer));
+    if (i > 0) layers[i - 1].params.following = p.weight;
   }
   const auto& kernels = byte_kernels();
   const StoredLinearParams& any = layers.front().params;

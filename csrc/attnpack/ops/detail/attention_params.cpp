@@ -81,7 +81,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   if (args.q_offsets) {
     r.q_offsets = args.q_offsets->to(at::kLong);
     // first_position does the rest. On CUDA a call of its own would cost as much as the kernel.
-    if (r.q_offsets.is_cpu() || std::max(args.window[0], args.window[1]) > kFar)
+    if (r.q_offsets.is_cpu() ? has_far_offset(r.q_offsets) : std::max(args.window[0], args.window[1]) > kFar)
       r.q_offsets = near_offset(r.q_offsets, args.window[0], args.window[1]);
     r.q_offsets = r.q_offsets.contiguous();
     p.q_offsets = r.q_offsets.const_data_ptr<int64_t>();

@@ -1,8 +1,11 @@
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/core/extremes.h>
 #include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/linear_attention_arguments.h>
 #include <attnpack/ops/detail/sequences.h>
 
@@ -50,6 +53,36 @@ void check_linear_attention(const Tensor& query, const Tensor& key, const Tensor
   check_sequences(args.kv_lens, args.cu_seqlens, first);
   check_numbers("initial_state", args.initial_state, "[sequences, Hv, D, Dv]", linear_state_shape(query, value, args),
                 first);
+}
+
+void check_linear_attention_in_place(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                                     const OwnedStateArguments& args) {
+  check_numbers("state", state, "[sequences, Hv, D, Dv]", linear_state_shape(query, value, args.from(state)),
+                {"query", query});
+  check_linear_attention(query, key, value, args.from(state));
+  const auto wide = accumulation_type(query);
+  ATTNPACK_CHECK(state.scalar_type() == wide, "state: got ", state.scalar_type(), ", want ", wide,
+                 ", in which states are written: cast it with .to()");
+  ATTNPACK_CHECK(state.is_contiguous_or_false() || !state.is_cpu(), "state: got strides ", state.strides(),
+                 ", want a contiguous tensor, which is written in place: call .contiguous() on it first");
+  if (!state.is_cpu() || at::isTensorSubclassLike(state)) return;
+  const auto check_apart = [&](const char* name, const Tensor& x) {
+    ATTNPACK_CHECK(x.numel() == 0 || state.numel() == 0 || x.storage().data() != state.storage().data() ||
+                       at::get_overlap_status(state, x) == at::MemOverlapStatus::No,
+                   name, " shares memory with state, which is written while it is read: call clone() on it");
+  };
+  check_apart("query", query);
+  check_apart("key", key);
+  check_apart("value", value);
+  if (args.log_decay) check_apart("log_decay", *args.log_decay);
+  if (args.beta) check_apart("beta", *args.beta);
+}
+
+Tensor linear_attention_by_copy(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                                const OwnedStateArguments& args) {
+  const auto [out, next] = linear_attention_op(query, key, value, args.from(state));
+  state.copy_(next);
+  return out;
 }
 
 void check_linear_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_state,

@@ -15,6 +15,12 @@ LinearAttentionResult linear_attention_meta(const Tensor& query, const Tensor& k
           at::empty_symint(linear_state_shape(query, value, args), query.options().dtype(accumulation_type(query)))};
 }
 
+Tensor linear_attention_in_place_meta(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
+                                      const OwnedStateArguments& args) {
+  check_linear_attention_in_place(query, key, value, state, args);
+  return empty_laid_as(query, linear_out_shape(query, value), query.options());
+}
+
 LinearAttentionGradients linear_attention_backward_meta(const Tensor& grad_out, const std::optional<Tensor>& grad_state,
                                                         const Tensor& query, const Tensor& key, const Tensor& value,
                                                         const LinearAttentionArguments& args) {
@@ -31,5 +37,6 @@ LinearAttentionGradients linear_attention_backward_meta(const Tensor& grad_out, 
 
 TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
   m.impl("linear_attention", attnpack::from_schema<attnpack::linear_attention_meta>);
+  m.impl("linear_attention_", attnpack::from_schema<attnpack::linear_attention_in_place_meta>);
   m.impl("linear_attention_backward", attnpack::from_schema<attnpack::linear_attention_backward_meta>);
 }

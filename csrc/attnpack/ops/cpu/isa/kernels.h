@@ -59,6 +59,7 @@ struct Kernels {
   void (*causal_conv1d_backward)(const CausalConv1dBackwardParams&, int64_t sequence, Range channels, void* scratch);
 
   void (*rms_norm_rows)(const RmsNormParams&, Range rows);
+  void (*swiglu)(const SwigluParams&, Range numbers);
 
   // scratch: a float for each number of a row.
   void (*quantize_rows)(const QuantizeParams&, Range rows, void* scratch);
@@ -140,6 +141,7 @@ constexpr int64_t kConvTokens = 128, kConvChannels = 256;
   size_t causal_conv1d_backward_scratch(const CausalConv1dBackwardParams&);                      \
   void causal_conv1d_backward(const CausalConv1dBackwardParams&, int64_t, Range, void*);         \
   void rms_norm_rows(const RmsNormParams&, Range);                                               \
+  void swiglu(const SwigluParams&, Range);                                                       \
   void quantize_rows(const QuantizeParams&, Range, void*);                                       \
   void dequantize_rows(const QuantizeParams&, Range, void*);                                     \
   void rotate_rows(const QuantizeParams&, Range);                                                \

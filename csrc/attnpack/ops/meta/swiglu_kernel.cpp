@@ -1,0 +1,5 @@
+#include <torch/library.h>
+
+#include <attnpack/ops/swiglu.h>
+
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("swiglu", attnpack::swiglu_formula); }
