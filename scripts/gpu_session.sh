@@ -72,9 +72,10 @@ for step in "$@"; do
     compare)
       variants=()
       for each in "$unpacked"/*/libattnpack_cuda.so; do
-        if [ -e "$each" ]; then variants+=("$(basename "$(dirname "$each")")"); fi
+        name=$(basename "$(dirname "$each")")
+        if [ -e "$each" ] && [ "$name" != base ]; then variants+=("$name"); fi
       done
-      for variant in base "${variants[@]}" base; do
+      for variant in base "${variants[@]}" base; do # the base twice: a drift between its runs is the error of all
         library=$unpacked/$variant/libattnpack_cuda.so
         if [ -e "$library" ]; then bench 25 "$variant" plain decode --quick --library "$library"; else bench 25 base plain decode --quick; fi
       done

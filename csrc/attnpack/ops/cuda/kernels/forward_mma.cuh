@@ -46,6 +46,7 @@ class ForwardTile {
       } end;
     };
     Row rows[kRows];
+    Unit unit;  // not in registers, which are short in the loop over the keys
   };
 
   ATTNPACK_DEVICE ForwardTile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
@@ -72,9 +73,6 @@ class ForwardTile {
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
     fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
     load_query(count);
-    LaneRows lane_rows[kTiles];
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) lane_rows[t] = lane_rows_of(shared_.rows + 16 * (kTiles * row_warp_ + t));
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -103,7 +101,7 @@ class ForwardTile {
           [&](int64_t begin) { source_.load_values(begin, 0); },
           [&](int64_t begin) {
             clean_values(0);
-            if (has_rows) add_values(lane_rows, begin, 0, s);
+            if (has_rows) add_values(begin, 0, s);
           });
     } else {
       stream_steps<kKeys>(
@@ -112,7 +110,7 @@ class ForwardTile {
             source_.prepare(begin, stage);
             clean_values(stage);
             multiply_keys(stage, s);
-            add_values(lane_rows, begin, stage, s);
+            add_values(begin, stage, s);
           });
     }
     return write_outputs(count, cleaned);
@@ -147,14 +145,8 @@ class ForwardTile {
       for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[t][j][i] = 0;
-    // The loop is hardly unrolled where its addresses would fill the registers: for wide rows, and, with nvcc 13.0, for
-    // tiles of many rows on the newest devices, which nobody has timed.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    constexpr bool kUnrolled = kKeepQuery;
-#else
-    constexpr bool kUnrolled = Width <= 128;
-#endif
-    [[maybe_unused]] constexpr int kUnroll = kUnrolled ? Width / 16 : 2;
+    // The loop is hardly unrolled for wide rows, where its addresses would fill the registers.
+    [[maybe_unused]] constexpr int kUnroll = Width <= 128 ? Width / 16 : 2;
     const Place at = lane_for_b(lane_);
     const S* from = source_.key_tile(stage) + first * Width;
     const int offset = swizzled_offset(at.row, at.column, Width);
@@ -183,15 +175,17 @@ class ForwardTile {
   }
 
   // Turns s into weights P, and adds P V to the output.
-  ATTNPACK_DEVICE void add_values(const LaneRows (&lane_rows)[kTiles], int64_t begin, int stage, Products& s) {
+  ATTNPACK_DEVICE void add_values(int64_t begin, int stage, Products& s) {
     const int first = key_warp_ * kWarpKeys;
     begin += first;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      finish_scores<Kind>(p_, u_.b, lane_rows[t], begin, s[t]);
+      // Read again in each step, as the unit is.
+      const LaneRows rows = lane_rows_of(shared_.rows + 16 * (kTiles * row_warp_ + t));
+      finish_scores<Kind>(p_, u_.b, rows, begin, s[t]);
       apply_softmax(t, s[t]);
       if constexpr (Kind == Scores::kAny)
-        if (p_.dropout_p > 0) drop_weights(p_, u_.b, lane_rows[t], begin, s[t]);
+        if (p_.dropout_p > 0) drop_weights(p_, u_.b, rows, begin, s[t]);
     }
     sync_warp();
     const Place at = lane_for_b_transposed(lane_);
@@ -321,8 +315,10 @@ class ForwardTile {
 template <class Tile>
 ATTNPACK_DEVICE void forward_mma_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
                                        int64_t block, void* shared) {
-  const Unit u = unit_of(p, plan, block);
-  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
+  auto& tile = *static_cast<typename Tile::Shared*>(shared);
+  if (thread_id() == 0) tile.unit = unit_of(p, plan, block);
+  sync_block();
+  Tile(p, plan, workspace, tile.unit, tile).compute_outputs();
 }
 
 #ifdef __CUDACC__

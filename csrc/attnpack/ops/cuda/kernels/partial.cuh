@@ -19,6 +19,7 @@ struct Unit {
   int64_t b, kv_head, first, part;
   Range keys;  // keys of this part that some row of the tile may see
 };
+static_assert(sizeof(Unit) == kUnitBytes);
 
 // The keys of part number `part` of a sequence. The parts share out the keys that the sequence's rows see, in whole
 // steps: where a cache is mostly empty, all parts still have work.

@@ -43,6 +43,7 @@ constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 constexpr int64_t kMostKeysOfStep = 128;                        // of all kernels
 constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
+constexpr int64_t kUnitBytes = 48;                              // partial.cuh
 
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
@@ -105,7 +106,7 @@ static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int6
   if (kernel == ForwardKernel::kLatentSm90)
     return ((tile_rows + 2 * 64) * width * 2 + tile_rows * 144 + table + 48 + 1023) / 1024 * 1024;
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112 + table;
-  if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table;
+  if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table + kUnitBytes;
   if (kernel == ForwardKernel::kSm90) {
     const int64_t keys = width <= 192 ? 128 : 64, values = width == 192 ? 128 : width;
     const int64_t operands = (tile_rows * width + 2 * keys * (width + values)) * 2, end = tile_rows * (values + 10) * 4;
@@ -113,7 +114,7 @@ static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int6
   }
   const int64_t keys = width <= 128 ? 64 : 32, end = tile_rows * (width + 10) * 4;
   const int64_t operands = (tile_rows + 2 * keys) * width * 2;
-  return (operands > end ? operands : end) + table;
+  return (operands > end ? operands : end) + table + kUnitBytes;
 }
 // Quantised decode: two steps of rows as they are stored, and one step of numbers (key_source.cuh).
 static inline int64_t quantized_raw_bytes(int64_t bits, int64_t width) {
@@ -121,7 +122,7 @@ static inline int64_t quantized_raw_bytes(int64_t bits, int64_t width) {
 }
 static inline int64_t quantized_shared_bytes(int64_t bits, int64_t width) {
   return (kDecodeTileRows + 2 * kSplitStep) * width * 2 + 4 * quantized_raw_bytes(bits, width) +
-         kDecodeTileRows * kRowBytes;
+         kDecodeTileRows * kRowBytes + kUnitBytes;
 }
 
 // The kernel for a call that tensor cores take, by the rows and widths. Tiles are smaller where a block has less shared
