@@ -13,8 +13,9 @@ import pytest
 import torch
 from attnpack import reference
 from attnpack._load import KERNELS_LIBRARY, LIBRARY, PACKAGE
-from processes import ROOT, needs, run_program, run_python
+from processes import ROOT, TORCH_DIR, needs, run_program, run_python
 
+BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
 EXAMPLE = ROOT / "examples/c/decode"
 HEADER = ROOT / "csrc/attnpack/kernels.h"
 WARNINGS = ("-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror")
@@ -311,6 +312,13 @@ def test_it_needs_nothing_of_torch_and_gives_few_names():
     of_the_other = run_program("nm", "--defined-only", "--demangle", LIBRARY).stdout
     assert not re.search(r"attnpack::(baseline|avx2|avx512)::", of_the_other)
     assert f"Shared library: [{KERNELS_LIBRARY.name}]" in run_program("readelf", "-d", LIBRARY).stdout
+
+
+def test_no_command_of_its_build_depends_on_torch():
+    """So scripts/wheel.sh compiles the kernels once for several releases of torch."""
+    commands = run_program("ninja", "-C", BUILD, "-t", "commands", "libattnpack_kernels.so").stdout
+    assert "-DATTNPACK_ISA=baseline" in commands
+    assert "TORCH_VERSION" not in commands and str(TORCH_DIR) not in commands
 
 
 def test_a_kernels_library_of_another_build_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Files of a release: workflows call scripts that are here, and the conda recipe asks for what pyproject.toml asks for.
 The archive for C++ is tested with the wheel, in test_packaging.py."""
 
+import json
 import re
 import tomllib
 
@@ -42,10 +43,23 @@ def test_the_conda_recipe_asks_for_what_the_project_asks_for():
     recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
     needs = recipe["requirements"]
     (torch,) = PROJECT["dependencies"]
-    assert torch.replace("torch", "pytorch ") in needs["host"] and "pytorch" in needs["run"]
+    assert torch.replace("torch", "pytorch ") in needs["host"] and any("pytorch" in name for name in needs["run"])
     assert f"python {PROJECT['requires-python']}" in needs["run"]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert {name.split(">=")[0].replace("-", "_") for name in build} <= {each.split()[0] for each in needs["host"]}
     assert recipe["about"]["license"] == PROJECT["license"] and recipe["about"]["summary"] == PROJECT["description"]
     assert (ROOT / recipe["about"]["license_file"]).is_file()
     assert "ATTNPACK_VERSION" in recipe["package"]["version"]
+
+
+@pytest.mark.long
+def test_the_conda_recipe_is_one_that_rattler_build_takes():
+    """It evaluates the recipe with its variants: a package per Python, for a torch of the minor it was built with."""
+    rendered = run_program("bash", ROOT / "scripts/conda.sh", "--render-only")
+    assert rendered.returncode == 0, rendered.text
+    packages = json.loads(rendered.stdout[rendered.stdout.index("[") :])
+    versions = [each["build_configuration"]["variant"]["python"] for each in packages]
+    assert versions == [f"3.{minor}.*" for minor in range(11, 15)]
+    for each in packages:
+        pins = [need["pin_compatible"] for need in each["recipe"]["requirements"]["run"] if "pin_compatible" in need]
+        assert pins == [{"name": "pytorch", "lower_bound": "x.x", "upper_bound": "x.x"}]

@@ -62,8 +62,9 @@ std::tuple<Tensor, Tensor> rope_table_by_length_cuda(const Tensor& positions, co
   if (!long_inv_freq.empty()) {
     theta = at::where(seen > trained, on_device(long_inv_freq, positions.device()), theta);
   } else if (growth > 0) {
-    const double r = 2.0 * static_cast<double>(inv_freq.size());
-    theta = theta * (growth * seen / trained - (growth - 1)).pow(at::arange(inv_freq.size(), options) * (-2 / (r - 2)));
+    const auto pairs = static_cast<int64_t>(inv_freq.size());
+    const double r = 2.0 * static_cast<double>(pairs);
+    theta = theta * (growth * seen / trained - (growth - 1)).pow(at::arange(pairs, options) * (-2 / (r - 2)));
   }
   const Tensor angles = (positions.unsqueeze(-1).to(at::kDouble) * theta.unsqueeze(-2))
                             .reshape_symint(rope_table_shape(positions, lengths, inv_freq));

@@ -46,11 +46,13 @@ bool is_slow_with_mkl() {
 
 // Whether such a CPU multiplies vectors of 512 bits at once: Zen 5, which has AVX-VNNI. Zen 4 takes them in halves.
 bool multiplies_whole_vectors() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 #if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx);
-#endif
   return eax >> 4 & 1;
+#else
+  return false;
+#endif
 }
 
 // The table, from `python benchmarks/linear_layers.py --all` on Zen 5 and Zen 4. Below this work a call of oneDNN costs
