@@ -115,6 +115,25 @@ def test_a_gated_layer_by_tokens_nested_and_copied(gate):
     assert type(module).from_cpp(module.cpp()).gate == gate
 
 
+def test_a_layer_in_chunks_by_tokens_nested_and_compiled():
+    module, x = grouped(chunk=3, causal=True).eval(), torch.randn(1, 7, EMBED)
+    plain = grouped(causal=True).eval()
+    plain.load_state_dict(module.state_dict())
+    row = torch.arange(7)
+    with torch.no_grad():
+        whole = plain(x, mask=row.unsqueeze(1) // 3 == row // 3)
+        assert_close(module(x), whole)
+        assert_close(module.cpp()(x), whole)
+        for cache in (attnpack.DynamicCache(), attnpack.StaticCache(1, module.num_kv_heads, 9, module.head_dim)):
+            assert_close(torch.cat([module(part, cache=cache) for part in x.split([3, 1, 3], 1)], 1), whole)
+        nested = module(torch.nested.nested_tensor([x[0], x[0, :4]], layout=torch.jagged))
+        for part, length in zip(nested.unbind(), (7, 4), strict=True):
+            assert_close(part, whole[0, :length])
+        assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), whole)
+    with pytest.raises(ValueError, match="context: got one, but this module has chunks"):
+        module(x, x)
+
+
 def normed(x, eps=1e-6):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 

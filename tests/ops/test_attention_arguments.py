@@ -1,8 +1,11 @@
 """Random calls over all arguments, sizes 0 to 5: each gives the right result or a clear error."""
 
+import inspect
+import re
+
 import pytest
 import torch
-from attnpack import attention, attention_scores, reference
+from attnpack import attention, attention_scores, attention_varlen, reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from op_cases import DTYPES, INF, NAN, Inputs, check_against_reference, compute_results, draw, laid_out
@@ -229,3 +232,10 @@ def test_a_call_that_may_not_fit_is_refused_clearly_or_right(call):
 @given(spoiled())
 def test_many_calls_that_may_not_fit(call):
     check_spoiled(call)
+
+
+@pytest.mark.parametrize("function", [attention, attention_varlen])
+def test_the_docstring_explains_every_argument(function):
+    explained = function.__doc__.split("Args:")[1].split("Returns:")[0]
+    arguments = inspect.signature(function).parameters
+    assert [name for name in arguments if not re.search(rf"(?:^ +|, ){name}\b.*:", explained, re.M)] == []

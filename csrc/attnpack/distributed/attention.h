@@ -15,8 +15,8 @@ enum class Method { kAllGather, kUlysses, kRing };
 // twice but for kRing. Rows and keys have their positions in the whole sequence; kv_lens are those of the whole
 // sequences. The gradients of sinks are this rank's share: their sum over the ranks is that of one process.
 //
-// Raises for what is not done over several processes (mask, dropout_p, q_offset, key_index), and on all ranks where an
-// argument does not fit on one of them or differs between them.
+// Raises for what is not supported over several processes (mask, dropout_p, q_offset, key_index), and on all ranks
+// where an argument does not fit on one of them or differs between them.
 at::Tensor attention(const at::Tensor& query,  // [B, Hq, Lq / ranks, D]
                      const at::Tensor& key,    // [B, Hkv, Lkv / ranks, D]
                      const at::Tensor& value,  // [B, Hkv, Lkv / ranks, Dv]

@@ -18,9 +18,10 @@ namespace attnpack::distributed {
 namespace {
 
 void check_dropout(double dropout) {
-  ATTNPACK_CHECK(dropout == 0, "dropout: got ", dropout,
-                 ", which is not done over several processes: the ranks would not draw the numbers of one process; set "
-                 "it to 0");
+  ATTNPACK_CHECK(
+      dropout == 0, "dropout: got ", dropout,
+      ", which is not supported over several processes: the ranks would not draw the numbers of one process; set "
+      "it to 0");
 }
 
 // Dropout of states that all ranks have: each would draw its own.

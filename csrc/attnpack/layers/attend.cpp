@@ -240,7 +240,8 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, const AttendOptions& options) {
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = spread()) {
-    ATTNPACK_CHECK(!options.key_index, "key_index: got one, which is not done over several processes; leave it out");
+    ATTNPACK_CHECK(!options.key_index,
+                   "key_index: got one, which is not supported over several processes; leave it out");
     return over->attend(query, key, value, options);
   }
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");

@@ -21,7 +21,7 @@ int64_t threads_of_loop(int64_t count, double work, const Threads& threads) {
   return std::max<int64_t>(most, 1);
 }
 
-// Of its share a thread takes several units at once, half of those that are left, as long as they are no more work than
+// A thread takes several units of its share at once, half of those that are left, as long as they are no more work than
 // this: to take some is an atomic instruction, which waits for the loads before it.
 constexpr double kTakenWork = 1 << 19;
 

@@ -49,7 +49,7 @@ class KVCache:
         return CacheTensors(*[given[place] for place in _PLACES])
 
     def _part(self, name: str) -> Any:
-        """What the native cache calls so: a tensor or a number; None where it holds none yet."""
+        """The part of the native cache with this name, a tensor or a number; None where it holds none yet."""
         tensors, numbers = self._ask("part", name)
         return (*tensors, *numbers, None)[0]
 

@@ -75,7 +75,7 @@ def _exaone4(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """OLMo 2 and 3. Layers with a window rotate by the base alone."""
+    """OLMo 2 and 3. Layers with a window rotate by only the base."""
     options: dict[str, Any] = {"layout": "output", "qk_norm": {"all_heads": True, "eps": config["eps"]}}
     layers = windows_in_turns(file, config, 4)
     if layers is None or config["rope_scaling"] is None:

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: settings of its architecture, checked as they are read."""
+"""The settings of a model that its GGUF file holds, checked as they are read."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ _TORCH_LAYERS: dict[type, Callable[..., nn.Module]] = {
 
 
 def maker_of(twin: Any) -> Callable[..., nn.Module] | None:
-    """What makes a layer like the twin, given device and dtype; None if Python has no class for it."""
+    """A function of device and dtype that makes a layer like the twin; None if Python has no class for it."""
     if type(twin) in _TORCH_LAYERS:
         return partial(_TORCH_LAYERS[type(twin)], **twin.options())
     kind = _BY_TWIN.get(type(twin))

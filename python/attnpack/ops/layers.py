@@ -1,4 +1,4 @@
-"""What attention layers compute beside their projections: they rotate, append to a cache, attend and join the heads.
+"""The work of attention layers beside their projections: they rotate, append to a cache, attend and join the heads.
 
 Layers of other kinds then gate the heads, or subtract some from others (differential attention).
 
@@ -43,9 +43,10 @@ class CacheTensors(NamedTuple):
     exact_value: Tensor | None = None
     """With `bits`: [B, Hkv, slots, Dv], as `exact_key`."""
     block_table: Tensor | None = None
-    """Of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D or Dv]."""
+    """The pages of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D or
+    Dv]."""
     block_sums: Tensor | None = None
-    """Of a SparseCache, [B, Hkv, blocks, D]: the sums of each block of keys, in fp32 at least. A call that chooses
+    """A SparseCache's [B, Hkv, blocks, D]: the sums of each block of keys, in fp32 at least. A call that chooses
     blocks by their mean writes them."""
 
 
@@ -102,7 +103,7 @@ def attend(
         key_index, key_block: as in `attention`; with a cache they name positions of the cache.
         top_blocks, local_blocks, scorer: with top_blocks above 0, `select_blocks` chooses that many blocks of
             key_block keys for each query, by the rotated queries and all keys.
-        at_names: the probabilities are those at the keys of key_index alone, as stage "named" of `attention_scores`
+        at_names: the probabilities are those at only the keys of key_index, as stage "named" of `attention_scores`
             gives them.
 
     Returns:

@@ -101,7 +101,7 @@ def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **r
 
     Args:
         stage: "scaled" or "capped" (both for all keys), "masked" (with ALiBi and mask; -inf for an excluded key),
-            "probs" (before dropout) or "named": the probabilities at the keys of key_index alone, in its order,
+            "probs" (before dropout) or "named": the probabilities at only the keys of key_index, in its order,
             [B, Hq, Lq, n * key_block]. They are 0 for -1, and after the first place of a number that stands twice.
 
     The other arguments are those of :func:`attention`. Unlike `attention`, this function holds Lq x Lkv numbers; stage

@@ -36,7 +36,7 @@ def attention_varlen(
     return_lse: bool = False,
     **rules: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of packed sequences: each attends its own keys alone, as one :func:`attention` call per sequence.
+    """Attention of packed sequences: each attends only its own keys, as one :func:`attention` call per sequence.
 
     The work is the sum over the sequences, and on the CPU the bits are those of one call per sequence, forward and
     backward. On CUDA it is one call per sequence. Causality and window are bottom-right here, unlike in
@@ -58,6 +58,7 @@ def attention_varlen(
         kv_lens: int32 or int64 [B] on any device, the keys of each sequence in pages; it goes with block_table.
         causal: keep keys j <= i + Lk - Lq.
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
+        chunk: keep keys of the query's chunk of so many positions.
         softcap, sinks, alibi_slopes, head_map, scale, return_lse: as in :func:`attention`.
         query_scale: float [T], as in :func:`attention`.
         dropout_p: dropout on the probabilities; each sequence has a draw of its own.

@@ -109,7 +109,7 @@ def indexer_loss(
         rope, positions, causal, kv_lens: as in `attend`.
         mask: as in `select_keys`. A query that it leaves no key does not count.
         at_names: the probabilities are [B, Hq, L, n], those at the keys of key_index in its order, as stage "named" of
-            `attention_scores` gives them. Of equal names in a row the first counts. Outside of graphs the memory then
+            `attention_scores` gives them. The first of equal names in a row counts. Outside of graphs the memory then
             grows with n, and not with the keys.
 
     Returns:
@@ -152,7 +152,7 @@ def select_blocks(
         local_blocks: its own block and those before it, which it attends in any case; at least 1 for a causal "mean".
         scorer: "mean", query times the mean of a block's valid keys (MoBA, Lu et al. 2025, arXiv 2502.13189), or "max",
             the greatest product of the query and a key of the block, as MiniMax-M3's indexer.
-        mask: as in `select_keys`. Of a block the key that may attend most counts. The mean is over all valid keys.
+        mask: as in `select_keys`. In a block the key that may attend most counts. The mean is over all valid keys.
         block_sums: [B, Hkv, at least as many as there are blocks, D], the sums of each block's valid keys in fp32 (fp64
             of fp64 keys). With them "mean" does not read the keys.
 

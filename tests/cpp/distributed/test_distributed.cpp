@@ -51,14 +51,14 @@ TEST_CASE("what is not done, and what differs between ranks, is an error on all 
     for (const auto& result : results) CHECK(contains(result, text));
   };
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().mask(at::ones({4, 4}))); }),
-          "mask: got a tensor [4, 4], which is not done over several processes");
+          "mask: got a tensor [4, 4], which is not supported over several processes");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().dropout_p(0.5)); }),
           "dropout_p: got 0.5");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().q_offset(3)); }), "q_offset: got one");
   all_say(
       on_ranks(
           2, [&](const Group& g) { return call(g, AttentionOptions().key_index(at::zeros({1, 1, 4, 2}, at::kLong))); }),
-      "key_index: got a tensor [1, 1, 4, 2], which is not done over several processes");
+      "key_index: got a tensor [1, 1, 4, 2], which is not supported over several processes");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, {}, 4 + g->getRank()); }),
           "different arguments: rank 0 has query float32 [1, 2, 4, 8]; key float32 [1, 2, 4, 8]; value float32 [1, 2, "
           "4, 8], "

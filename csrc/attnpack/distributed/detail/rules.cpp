@@ -5,21 +5,25 @@
 namespace attnpack::distributed {
 
 void refuse_unshared(const AttentionOptions& o) {
-  ATTNPACK_CHECK(!o.mask(), "mask: got a tensor ", o.mask()->sizes(),
-                 ", which is not done over several processes; each rank would need its rows of it: use causal, window "
-                 "or kv_lens");
-  ATTNPACK_CHECK(o.dropout_p() == 0, "dropout_p: got ", o.dropout_p(),
-                 ", which is not done over several processes; each rank would draw other numbers than one process: "
-                 "train without it");
-  ATTNPACK_CHECK(!o.key_index(), "key_index: got a tensor ", o.key_index()->sizes(),
-                 ", which is not done over several processes; each rank would need its rows of it: name the keys on "
-                 "one process");
+  ATTNPACK_CHECK(
+      !o.mask(), "mask: got a tensor ", o.mask()->sizes(),
+      ", which is not supported over several processes; each rank would need its rows of it: use causal, window "
+      "or kv_lens");
+  ATTNPACK_CHECK(
+      o.dropout_p() == 0, "dropout_p: got ", o.dropout_p(),
+      ", which is not supported over several processes; each rank would draw other numbers than one process: "
+      "train without it");
+  ATTNPACK_CHECK(
+      !o.key_index(), "key_index: got a tensor ", o.key_index()->sizes(),
+      ", which is not supported over several processes; each rank would need its rows of it: name the keys on "
+      "one process");
   ATTNPACK_CHECK(!o.chunk(), "chunk: got ", *o.chunk(),
-                 ", which is not done over several processes; pieces do not begin where chunks do: use window");
+                 ", which is not supported over several processes; pieces do not begin where chunks do: use window");
   const auto* offset = std::get_if<int64_t>(&o.q_offset());
-  ATTNPACK_CHECK(offset && *offset == 0,
-                 "q_offset: got one, which is not done over several processes; rows have the positions that the layout "
-                 "gives them: leave it out");
+  ATTNPACK_CHECK(
+      offset && *offset == 0,
+      "q_offset: got one, which is not supported over several processes; rows have the positions that the layout "
+      "gives them: leave it out");
 }
 
 namespace {

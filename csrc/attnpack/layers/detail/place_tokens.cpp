@@ -61,7 +61,7 @@ Tensor rotate_stored(const Tensor& key, const CacheTensors& cache, const Tensor&
   return at::cat({fixed, rotate_cached(raw, lengths, rope, positions)}, -1);
 }
 
-// For queries over a cache that has their tokens already. Of tensors elsewhere than on the CPU no number is read,
+// For queries over a cache that has their tokens already. No number is read of tensors elsewhere than on the CPU,
 // because that would wait for the device.
 void check_shared_lengths(const Tensor& query, const Tensor& lengths, const std::optional<Tensor>& new_lens) {
   ATTNPACK_CHECK(lengths.dim() == 1 && lengths.scalar_type() == at::kLong && lengths.sym_size(0) == query.sym_size(0),

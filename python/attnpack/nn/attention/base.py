@@ -68,10 +68,12 @@ class NativeAttention(NativeModule):
         with unchanged_on_error(cache):
             if over is not None:
                 if self.chunk is not None:
-                    raise ValueError(f"attnpack: chunk: got {self.chunk}, which is not done over several processes")
+                    raise ValueError(
+                        f"attnpack: chunk: got {self.chunk}, which is not supported over several processes"
+                    )
                 if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
                     raise ValueError(
-                        "attnpack: key_index: got one, which is not done over several processes; leave it out"
+                        "attnpack: key_index: got one, which is not supported over several processes; leave it out"
                     )
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
@@ -150,8 +152,8 @@ class NativeAttention(NativeModule):
         }
 
     def _check_chunk(self, cross: bool) -> None:
-        if self.chunk is not None:
-            checks.chunked_call(cross)
+        if cross and self.chunk is not None:  # else nothing is called, because graphs stop at it
+            checks.chunked_call(True)
 
     def _rules(self, query: Tensor, past: Callable[[], Tensor | None], inputs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of a layer's op, beside its cache. past() is the number [B] of positions before the queries; few

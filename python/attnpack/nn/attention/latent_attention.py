@@ -184,7 +184,9 @@ class MultiHeadLatentAttention(NativeAttention):
         over = spread(cache)
         if over is not None:
             if key_index is not None:
-                raise ValueError("attnpack: key_index: got one, which is not done over several processes; leave it out")
+                raise ValueError(
+                    "attnpack: key_index: got one, which is not supported over several processes; leave it out"
+                )
             inputs |= {"cache": cache, "need_weights": need_weights}
             return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
         past = None if cache is None or cache.lengths.size(0) != x.size(0) else cache.lengths

@@ -1,4 +1,4 @@
-"""Layers around the short convolution alone."""
+"""Layers around only the short convolution."""
 
 from __future__ import annotations
 

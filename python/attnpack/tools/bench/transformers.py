@@ -58,7 +58,7 @@ class Transformers:
 
 
 class _Streamer:
-    """What transformers calls with each new token."""
+    """The function that transformers calls with each new token."""
 
     def __init__(self, callback: Callable) -> None:
         self.put = callback

@@ -37,7 +37,7 @@ class Estimate:
             self.seconds_per_step[variant] = min(work.train_step() for _ in range(3))
 
     def seconds(self, runs: Iterable[tuple[str, int]], done: int = 0) -> float:
-        """Of those runs, of which the first has made `done` steps."""
+        """The seconds of those runs, the first of which has made `done` steps."""
         measuring = len(self.text.held_out) / self.scale.batch / 3  # a forward takes a third of a step
         steps = self.scale.steps + measuring
         whole = sum(self.seconds_per_step[variant] * steps for variant, _ in runs)
