@@ -4,7 +4,7 @@
 
 Generation is greedy. "tokens per second" includes the time of the prompt. "ms per token" is the median time from one
 new token to the next, without the prompt, so it measures decoding after a long prompt too. Ratios (medians over the
-rounds) say how many times faster attnpack is. All libraries use torch's number of threads, and a growing cache.
+rounds) say how many times as fast attnpack is. All libraries use torch's number of threads, and a growing cache.
 llama.cpp runs if llama-cpp-python is installed and the batch has one row, with weights of the same dtype. This is no
 test: it asserts nothing.
 """

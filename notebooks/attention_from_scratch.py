@@ -104,7 +104,7 @@ walkthrough.projections(words, hidden[0], q[0, head], k[0, kv_head], v[0, kv_hea
 #
 # $$\text{out}_i = \sum_j w_{ij} v_j, \qquad w_i = \text{softmax}_j\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
 
-# %%
+# %% tags=["card"]
 query, keys, values = q[0, head, row], k[0, kv_head, : row + 1], v[0, kv_head, : row + 1]
 scores = keys @ query / math.sqrt(64)
 exponentials = scores.exp()
@@ -319,7 +319,7 @@ print("module against the lines above:", largest_difference(out, by_hand))
 torch.testing.assert_close(out, by_hand)
 assert not causal[0, 0][later].any()
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 2, figsize=(6, 2.8), dpi=110, layout="constrained")
 plot_attention.draw_weights(panels[0], full[0, 0], title="no mask (encoder)")
 image = plot_attention.draw_weights(panels[1], causal[0, 0], title="causal (decoder)")
@@ -576,7 +576,7 @@ plt.show()
 # And one whole layer, all nine heads, as `attnpack plot attention "..." --layer 11` writes it to a file. Nobody told
 # these heads what to do. They differ, and that is the reason for several heads.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure = plt.figure(figsize=(9, 9), dpi=110, layout="constrained")
 plot_attention.draw_heads(figure, weights[11], words, title="SmolLM2-135M, layer 11")
 plt.show()

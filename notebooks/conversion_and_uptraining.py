@@ -15,7 +15,7 @@
 # # Conversion and uptraining: a trained model with fewer key-value heads
 #
 # *You need* [grouped_query_attention](grouped_query_attention.ipynb). *You learn* how a trained model gets fewer
-# key-value heads, what is lost at once, and what training brings back. *Runs in* a minute.
+# key-value heads or latent attention, what is lost at once, and what training brings back. *Runs in* a minute.
 #
 # Sources: [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (mean, first, random; uptraining),
 # [Jin et al. 2024](https://arxiv.org/abs/2412.20677) (alignment before merging),
@@ -32,6 +32,7 @@
 # A key projection is a matrix of `num_heads` blocks of rows, one block per head. Its mean over groups:
 
 # %%
+import copy
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -42,7 +43,7 @@ import torch
 from attnpack import checkpoints, convert
 from attnpack.tools import course
 from attnpack.tools.compare import picture, report
-from attnpack.tools.plot.colours import BLUE, GREEN, ORANGE
+from attnpack.tools.plot.colours import BLUE, GREEN, KINDS, ORANGE
 
 torch.manual_seed(0)
 weight = torch.randn(4 * 2, 3)  # 4 heads of 2 rows, embed_dim 3
@@ -247,7 +248,7 @@ assert scratch < converted
 # order. This is its stored run; [compare](../docs/howto/compare.md) says how to read it, and how to run it on a text of
 # yours:
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 compared = json.loads((Path("..") / "benchmarks" / "results" / "compare" / "compare.json").read_text())
 entries = {name: report.Entry(**figures) for name, figures in compared["variants"].items()}
 print(report.format_table(entries))
@@ -297,7 +298,8 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 # Two things stand out before any training. One is latent attention: in the bytes of one kv head (rank 64 and the shared
 # rotating key of 64) it keeps more than any merged head, and rank 128, half the original's bytes, comes closer still.
 # More rank helps less and less. Even a latent larger than the original's cache does not reach it: keys of all heads
-# share one rotated head, and no rank of the latent mends that.
+# share one rotated head, and no rank of the latent mends that. A wider rotated key does, as the next
+# section shows.
 #
 # The other is *aligned*, which makes the difference among merged heads. Scores do not change if a key head and the
 # queries that read it are rotated together. Outputs do not change if a value head is rotated and `o_proj` is rotated
@@ -321,11 +323,96 @@ for method in ("mean", "first", "aligned"):
     print(f"layer 10, 3 -> 1 kv head by {method:<8} relative error of the layer's output {error:.2f}")
 
 # %% [markdown]
-# For a model of your own, from the shell (`--kv-heads`, `--method`; the result opens in transformers as it is):
+# ## A whole model with latent attention
+#
+# The latents in the table above were made layer by layer, and their rotated key is as wide as one head's: 64 numbers.
+# The command `attnpack convert IN OUT --kv-lora-rank R` converts a whole checkpoint, and its rotated key may be as wide
+# as the keys of all kv heads together. Then all pairs of RoPE still rotate, and nothing is lost from
+# R = 2 · kv heads · head_dim on. `--rope-dim N` keeps only the N numbers whose rotation matters most to the scores, and
+# a smaller R keeps only the leading directions of the values and of what is left of the keys. (How it works:
+# [latent attention for a trained model](../docs/howto/latent.md); how such attention computes:
+# [latent_attention](latent_attention.ipynb).)
+#
+# In Python it is `convert.to_mla` of a model. Here is the small model from above, with its 8 kv heads of 6 numbers. The
+# tokens of a text decide what is kept:
+
+# %%
+torch.set_num_threads(1)
+text = train_text[: 64 * 64].view(64, 64)
+full = 2 * 8 * 6
+longer = copy.deepcopy(original)  # a control, trained on as long as the others
+train(longer, STEPS // 10, 4e-4, seed=1)
+at_once = held_out_loss(original)
+print(f"the original: {full} numbers per token and layer, loss {at_once:.3f}, {held_out_loss(longer):.3f} trained on")
+small = {}
+for rank, rotated in ((full, 48), (49, 48), (32, 24), (24, 16), (16, 8)):
+    model = convert.to_mla(original, rank, rope_dim=rotated, ids=text)
+    at_once = held_out_loss(model)
+    train(model, STEPS // 10, 4e-4, seed=1)
+    small[rank] = at_once, held_out_loss(model)
+    print(
+        f"latent {rank:>2} + rotated key {rotated:>2}: {rank + rotated:>3} numbers, loss {at_once:.3f} at once, "
+        f"{small[rank][1]:.3f} after {STEPS // 10} steps"
+    )
+torch.set_num_threads(threads)
+assert abs(small[full][0] - held_out_loss(original)) < 1e-3 and abs(small[49][0] - small[full][0]) < 1e-3
+
+# %% [markdown]
+# The first latents give the original's loss: nothing is cut. The second ones give it too, in one number more than the
+# original's cache: where all pairs rotate, the keys need no room in the latent, and its 49 numbers are the 48 of the
+# values and a constant. Below that, the shorter the latent, the more is lost.
+#
+# The same for SmolLM2-135M, by the command ([stored run](../benchmarks/results/latent_ranks.txt)): its perplexity on
+# the text of the table above, without any training, and for one row after two minutes of distillation.
+
+# %% tags=["hide-input", "card"] jupyter={"source_hidden": true}
+lines = (Path("..") / "benchmarks" / "results" / "latent_ranks.txt").read_text().replace(",", "").splitlines()
+rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+ranks = {(int(row[0]), int(row[1])): (int(row[2]), float(row[3])) for row in rows}
+trained = {(int(row[0]), int(row[1])): float(row[4]) for row in rows if len(row) == 6}
+before, size = (float(text) for text in next(line for line in lines if line.startswith("original")).split()[:0:-1])
+print(f"{'latent + rotated key':24}{'bytes per token':>16}{'perplexity':>12}{'after 2 minutes':>17}")
+print(f"{'original':24}{size:>16,.0f}{before:>12}")
+for (rank, rotated), (held, perplexity) in ranks.items():
+    after = trained.get((rank, rotated), "")
+    print(f"{f'{rank} + {rotated}':24}{held:>16,}{perplexity:>12}{after:>17}")
+figure, axes = plt.subplots(figsize=(7, 3.8), dpi=110, layout="constrained")
+held, perplexities = zip(*sorted(ranks.values()), strict=True)
+axes.plot(held, perplexities, "o-", color=KINDS["MLA"], label="latent attention, at once")
+for (rank, rotated), place in ranks.items():
+    axes.annotate(f"{rank} + {rotated}", place, xytext=(4, 7), textcoords="offset points", fontsize=9)
+for pair, after in trained.items():
+    label = "the same after 2 minutes of distillation"
+    axes.plot(ranks[pair][0], after, "o", color=KINDS["MLA"], markerfacecolor="white", label=label)
+axes.plot(size, before, "s", color=KINDS["GQA"], label="original, 3 kv heads")
+merged = cells["smollm2/1 kv head, aligned"]
+axes.plot(
+    merged["kv_bytes_per_token"], merged["perplexity"], "^", color=KINDS["MQA"], label="1 kv head, aligned, at once"
+)
+axes.set(xlabel="cache bytes per token, fp32", ylabel="perplexity", title="SmolLM2-135M with latent attention")
+axes.set_yscale("log")
+axes.set_yticks([15, 20, 30, 50, 100], ["15", "20", "30", "50", "100"])
+axes.minorticks_off()
+axes.set_xlim(0, 80_000)
+axes.xaxis.set_major_formatter(lambda held, _: f"{held:,.0f}")
+axes.grid(alpha=0.3)
+axes.legend()
+plt.show()
+print(f"in the bytes of one kv head: latent {ranks[96, 32][1]}, merged head {merged['perplexity']:.1f}")
+
+# %% [markdown]
+# With all of its pairs, 193 + 192 numbers take the bytes of the original's cache and give its perplexity. At three
+# quarters of the bytes the perplexity rises from 15.24 to 16.28. At half of them it is 24.07, and 18.29 after two
+# minutes of distillation. In the bytes of one kv head a latent keeps more than a merged head does.
+#
+# For a model of your own, from the shell (the results open in transformers as they are):
 #
 # ```bash
 # attnpack convert path/to/model converted --kv-heads 1 --method aligned
 # attnpack uptrain converted --text corpus.txt --minutes 30
+#
+# attnpack convert path/to/model latent --kv-lora-rank 128 --rope-dim 64
+# attnpack uptrain latent --teacher path/to/model --text corpus.txt --minutes 30
 # ```
 
 # %% [markdown]
@@ -338,6 +425,8 @@ for method in ("mean", "first", "aligned"):
 #   at once.
 # - A short training brings a part of it back, and more where more heads remain.
 # - Aligning heads before the mean costs no training, and loses far less ("1 kv head by aligned").
+# - A whole model can get latent attention. Where nothing is cut, its loss is the same ("latent 96 + rotated key 48").
+#   In the bytes of one kv head it loses less than a merged head ("in the bytes of one kv head").
 #
 # ## Exercises
 #

@@ -32,7 +32,7 @@ from functools import partial
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack.tools import bench
+from attnpack.tools import bench, course
 from attnpack.tools.course import time_in_turn
 from attnpack.tools.plot import attention as plot_attention
 from attnpack.tools.plot import schematic
@@ -170,7 +170,7 @@ for hook in hooks:
 weights = torch.stack(seen).mean(1)  # [layers, heads, 8, 8], mean over the words
 share = weights.flip(-1).diagonal(dim1=-2, dim2=-1).mean(-1)  # [layers, heads]
 
-# %% tags=["hide-input"] jupyter={"source_hidden": true}
+# %% tags=["hide-input", "card"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(
     layers, heads, figsize=(8.5, 4.8), dpi=110, layout="constrained", sharex=True, sharey=True
 )
@@ -258,18 +258,25 @@ assert gain["decode over 16,384 keys"] > 1.5 * gain["encode 512 tokens"]
 #
 # ## Exercises
 #
-# 1. How many bytes do the two caches hold for one word? Check with `nbytes`.
-# 2. Shuffle the letters of a source, and shuffle the encoder's output in the same way instead. Does the decoder see the
+# 1. Shuffle the letters of a source, and shuffle the encoder's output in the same way instead. Does the decoder see the
 #    same? (Think of positions.)
-# 3. Give the decoder one wrong letter. Which of its later answers change?
-#
+# 2. Give the decoder one wrong letter. Which of its later answers change?
+# 3. *Implement* cross-attention over padded sources: q is `[B, H, L, D]`, k and v are `[B, H, K, D]`, and only the
+#    first `lens[b]` keys of sequence b are real. The cell below checks it.
+
+
+# %%
+def attend(query, key, value, lens):
+    """Yours: [B, H, L, D]; lens is an int64 tensor [B]."""
+
+
+print(course.check_padded_source(attend))
+
+# %% [markdown]
 # The next cell has solutions. It is folded; try first.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
 # Solutions. Try first.
-per_word = 2 * layers * length * heads * (width // heads) * 4
-print(f"1. {per_word:,} bytes each; held for 1000 words: {cache.nbytes:,} and {cross.nbytes:,}")
-assert cache.nbytes == cross.nbytes == 1000 * per_word
 with torch.no_grad():
     order = torch.tensor([3, 1, 0, 2, 7, 6, 5, 4])
     context = model.stacks.encoder(source[:1])
@@ -277,14 +284,24 @@ with torch.no_grad():
     other = model.stacks.decoder(given[:1], model.stacks.encoder(source[:1, order])) - model.stacks.decoder(
         given[:1], context
     )
-    print(f"2. shuffled output: {moved.abs().max():.0e}, shuffled letters: {other.abs().max():.0e}: cross-attention is")
+    print(f"1. shuffled output: {moved.abs().max():.0e}, shuffled letters: {other.abs().max():.0e}: cross-attention is")
     print("   blind to order, the encoder is not: RoPE told it where each letter stands")
     wrong = given[:1].clone()
     wrong[0, 3] = (wrong[0, 3] + 1) % letters
     differ = (model(source[:1], wrong) - model(source[:1], given[:1])).abs().amax(-1)[0] > 0
-    print("3. logits that change:", differ.nonzero().flatten().tolist(), "- those from the wrong letter on")
+    print("2. logits that change:", differ.nonzero().flatten().tolist(), "- those from the wrong letter on")
     assert differ.tolist() == [i >= 3 for i in range(length)]
     assert moved.abs().max() < 1e-4 < other.abs().max()
+
+
+def attend(query, key, value, lens):
+    real = torch.arange(key.shape[2]) < lens.view(-1, 1, 1, 1)  # [B, 1, 1, K]
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    return scores.masked_fill(~real, float("-inf")).softmax(dim=-1) @ value
+
+
+print("3.", course.check_padded_source(attend))
+assert course.check_padded_source(attend) == "right"
 
 # %% [markdown]
 # Next: [newest_variants](newest_variants.ipynb).

@@ -41,7 +41,7 @@ import math
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack.tools import memory
+from attnpack.tools import course, memory
 from attnpack.tools.plot import attention as plot_attention
 from attnpack.tools.plot.colours import BLUE, ORANGE
 
@@ -112,7 +112,7 @@ for name, error in errors.items():
     print(f"{name:<15} error of the view without transpose: {scientific(error)}")
 assert errors["MQA"] < 1e-6 and min(list(errors.values())[1:]) > 0.5
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(7, 2.6), dpi=110, layout="constrained")
 bars = axes.bar(list(errors), list(errors.values()), color=[BLUE] + 3 * [ORANGE])
 axes.bar_label(bars, [f"{error:.1f}" if error > 0.1 else scientific(error) for error in errors.values()], padding=2)
@@ -215,7 +215,7 @@ with torch.no_grad():
         mine.weight.copy_(theirs.weight)
     torch.testing.assert_close(native(x), out)
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=110, layout="constrained")
 for panel, (name, weights) in zip(panels, pictures.items(), strict=True):
     image = plot_attention.draw_weights(panel, weights[0], title=f"softmax, {name}")
@@ -493,10 +493,21 @@ with torch.no_grad():
 #
 # ## Exercises
 #
-# 1. Write a test that finds a view without a transpose.
-# 2. Write a test that finds a softmax over the wrong dimension without looking at the code.
-# 3. Write a test that finds a mask with the wrong meaning of True.
-#
+# 1. Write a test that finds a softmax over the wrong dimension without looking at the code.
+# 2. Write a test that finds a mask with the wrong meaning of True, without another attention to compare with.
+# 3. *Implement* one test that finds five mistakes of the notebooks. `attend(query, key, value, num_heads, mask)` takes
+#    `[B, L, E]` with the heads side by side, and a bool mask `[L, L]` where True means *may attend*. The cell below
+#    calls your test with a right `attend` and with five wrong ones.
+
+
+# %%
+def is_right(attend):
+    """Yours: True if `attend` is right, False if it is not."""
+
+
+print(course.check_finds_mistakes(is_right))
+
+# %% [markdown]
 # The next cell has solutions. It is folded; try first.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -504,15 +515,23 @@ with torch.no_grad():
 x = torch.randn(1, 6, 64)
 with torch.no_grad():
     q, k, v = attnpack.MultiHeadAttention(64, 4).project(x)
-    right = attnpack.attention(q, k, v, causal=True)
-    viewed = [each.transpose(1, 2).reshape(1, 4, 6, 16) for each in (q, k, v)]
-    wrong = attnpack.attention(*viewed, causal=True)
-    print("1. against a plain version:", scientific(largest_difference(right, wrong)))
     scores = attnpack.attention_scores(q, k, stage="scaled")
-    print("2. sums of rows over keys:", scores.softmax(-1).sum(-1)[0, 0, :2], scores.softmax(-2).sum(-1)[0, 0, :2])
+    print("1. sums of rows over keys:", scores.softmax(-1).sum(-1)[0, 0, :2], scores.softmax(-2).sum(-1)[0, 0, :2])
     later = torch.ones(6, 6, dtype=torch.bool).triu(1)
     other = x.clone()
     other[:, -1] += 1  # change the future: row 0 must not move
     for name, mask in (("may attend", ~later), ("hidden", later)):
         moved = [attnpack.attention(a, a, a, mask)[:, :, 0] for a in (x[:, None], other[:, None])]
-        print(f"3. True = {name}: row 0 moves by {scientific(largest_difference(*moved))}")
+        print(f"2. True = {name}: row 0 moves by {scientific(largest_difference(*moved))}")
+
+
+def is_right(attend):
+    q, k, v = torch.randn(3, 2, 6, 20).unbind(0)  # 2 texts, 6 tokens, 4 heads of 5: all sizes differ
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    heads = [each.unflatten(-1, (4, 5)).transpose(1, 2) for each in (q, k, v)]
+    wanted = attnpack.attention(*heads, mask).transpose(1, 2).flatten(2)
+    return torch.allclose(attend(q, k, v, 4, mask), wanted, atol=1e-5)
+
+
+print("3.", course.check_finds_mistakes(is_right))
+assert course.check_finds_mistakes(is_right) == "right"

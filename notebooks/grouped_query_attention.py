@@ -173,7 +173,8 @@ for panel in panels:
     panel.margins(x=0.15)
 panels[0].invert_yaxis()
 plt.show()
-print(f"from G = 8 to 2: {times[8] / times[2]:.1f} times faster; from 2 to 1: {times[2] / times[1]:.1f} times")
+for fewer, more in ((2, 8), (1, 2)):
+    print(f"G = {fewer} is {times[more] / times[fewer]:.1f} times as fast as G = {more}")
 print(f"on {conditions}")
 
 # %% [markdown]
@@ -189,7 +190,7 @@ print(f"on {conditions}")
 # query head reads. Here are three groups of 5, 2 and 1 heads: the five may be heads that were alike, the last one a
 # head that was unlike all others.
 
-# %%
+# %% tags=["card"]
 head_map = [0, 0, 0, 0, 0, 1, 1, 2]
 schematic.grouping(head_map, title="three uneven groups")
 

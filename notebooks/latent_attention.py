@@ -39,7 +39,7 @@ from functools import partial
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack.tools import bench
+from attnpack.tools import bench, course
 from attnpack.tools.course import largest_difference, time_in_turn
 from attnpack.tools.plot import memory as plot_memory
 from attnpack.tools.plot import schematic
@@ -147,8 +147,8 @@ for panel in panels:
     panel.margins(x=0.2)
     panel.invert_yaxis()
 plt.show()
-print(f"8 heads: {kept['MHA'] / kept['MLA, 256 + 32']:.1f} times less than keys and values of every head")
-print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than keys and values of every head")
+print(f"8 heads: the latent takes 1/{kept['MHA'] / kept['MLA, 256 + 32']:.1f} of MHA's bytes")
+print(f"DeepSeek-V3: the latent takes 1/{large['MHA'] / large['MLA, 512 + 64']:.0f} of MHA's bytes")
 
 # %% [markdown]
 # With few heads the gain over MHA is modest, and two shared heads (GQA) take less room than the latent. With 128 heads,
@@ -159,7 +159,7 @@ print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than
 # The memory of known models, up to a million tokens (`attnpack plot kv-memory` writes this picture to a file; sizes
 # beyond what a model was trained for are what it *would* need):
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 contexts = [2**n for n in range(10, 21, 2)]
 points = {each.label: [plot_memory.model_kv_bytes(each, n) for n in contexts] for each in plot_memory.MODELS.values()}
 figure, axes = plt.subplots(figsize=(8.5, 4.6), dpi=110, layout="constrained")
@@ -276,7 +276,7 @@ for path, times in took.items():
     print(f"{path}: " + ", ".join(f"{new}: {each:.2f} ms" for new, each in zip(news, times, strict=True)))
 ahead = [new for new, a, b in zip(news, took["absorbed"], took["expanded"], strict=True) if a < b]
 print(f"crossing by the count: {solved} new tokens; in this run absorbed is ahead up to {max(ahead)}")
-print(f"one new token: absorbed is {took['expanded'][0] / took['absorbed'][0]:.1f} times faster")
+print(f"one new token: absorbed is {took['expanded'][0] / took['absorbed'][0]:.1f} times as fast as expanded")
 print(f"on {bench.conditions()}")
 torch.set_num_threads(threads)
 print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
@@ -338,8 +338,8 @@ print(f"numbers per token: MHA {2 * num_heads * head_dim / (rank + rope_dim):.1f
 
 # %% [markdown]
 # Unpacking the past at each step takes too long. Over a short past the absorbed path is slower than plain multi-head
-# attention: it multiplies more, by matrices that MHA does not have. But it reads 3.6 times less for each token of the
-# past, so it gains as the past grows. Where the lines cross is another matter on another machine. In short: MLA is
+# attention: it multiplies more, by matrices that MHA does not have. But for each token of the past MHA reads 3.6 times
+# as much, so it gains as the past grows. Where the lines cross is another matter on another machine. In short: MLA is
 # worth it with many heads and long texts, and it saves memory first.
 #
 # ## Folding for good
@@ -427,8 +427,19 @@ assert joined > apart
 #
 # 1. To how many key-value heads (GQA) is DeepSeek-V3's latent equal in bytes, with heads of 128?
 # 2. Why can the rotated key not be absorbed too? Compare a rotation before and after a matrix.
-# 3. For which N would the joined matrix be the smaller one, with Q = 192 and C = 256?
-#
+# 3. *Implement* the absorbed path for one new token. You get the two parts of its queries, `[B, H, 1, N]` and
+#    `[B, H, 1, R]`, the cached latents `[B, K, C]` and rotated keys `[B, K, R]`, and $W_{UK}$ `[H, N, C]` and $W_{UV}$
+#    `[H, V, C]`. Make no keys. The cell below checks it.
+
+
+# %%
+def attend(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    """Yours: [B, H, 1, V], with the scale 1 / sqrt(N + R)."""
+
+
+print(course.check_absorbed(attend))
+
+# %% [markdown]
 # The next cell has solutions. It is folded; try first.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -439,10 +450,17 @@ w, vector = torch.randn(8, 8), torch.randn(1, 1, 5, 8)
 gap = (turn(vector @ w.T) - turn(vector) @ w.T).abs().max().item()
 print(f"2. rotating before or after a matrix differs by {gap:.1f}: the rotation is between the two matrices")
 assert gap > 0.1
-bound = 192 * 256 / (192 + 256)
-least = math.floor(bound) + 1
-print(f"3. from N = {least} on")
-assert joined == 192 * 256 and (least - 1) * (192 + 256) <= joined < least * (192 + 256)
+
+
+def attend(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    latents, k_rope = latents.unsqueeze(1), k_rope.unsqueeze(1)  # for all heads
+    scores = (q_nope @ w_uk) @ latents.transpose(-2, -1) + q_rope @ k_rope.transpose(-2, -1)
+    weights = (scores / math.sqrt(q_nope.shape[-1] + q_rope.shape[-1])).softmax(dim=-1)
+    return (weights @ latents) @ w_uv.transpose(-2, -1)
+
+
+print("3.", course.check_absorbed(attend))
+assert course.check_absorbed(attend) == "right"
 
 # %% [markdown]
 # Next: [encoder_decoder](encoder_decoder.ipynb).

@@ -18,14 +18,17 @@
 # up the past; the delta rule, which corrects this matrix; how a GPU or CPU computes it in chunks; and what a memory of
 # fixed size can recall, and what it cannot. *Runs in* a few seconds.
 #
-# Three layers of four in [Qwen3.5](https://github.com/huggingface/transformers) are such layers, and most layers of
-# Kimi-Linear and OLMo hybrid. Symbols: [glossary](../docs/notebooks.md).
+# Three layers of four in Qwen3.5 are such layers, and most layers of Kimi-Linear and OLMo hybrid.
+# Symbols: [glossary](../docs/notebooks.md).
 
 # %%
 import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack import reference
+from attnpack.tools import course
+from attnpack.tools.plot import newest
+from attnpack.tools.plot.colours import BLUE, GREEN, ORANGE, PINK
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -80,6 +83,9 @@ for tokens in (64, 1024, 32768):
 # With a key of length 1 and β = 1 the state answers to that key with the newest value.
 
 # %%
+newest.delta_rule()
+
+# %%
 key = functional.normalize(torch.randn(1, 1, 1, dim), dim=-1)
 twice = key.expand(1, 1, 2, dim)
 values = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])[None, None]
@@ -101,7 +107,9 @@ print("delta rule:", [round(x, 3) + 0.0 for x in corrected.tolist()])
 log_decay = torch.zeros(1, 1, length)
 log_decay[..., 3] = -torch.inf
 out = attnpack.linear_attention(q, k, v, log_decay=log_decay, scale=1.0)
-assert_close(out[:, :, 3:], attnpack.linear_attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], scale=1.0))
+later = attnpack.linear_attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], scale=1.0)
+print("tokens 3 to 5, and the same without a past:", course.largest_difference(out[:, :, 3:], later))
+assert_close(out[:, :, 3:], later)
 
 # %% [markdown]
 # ## In chunks
@@ -182,13 +190,14 @@ print(f"{'pairs':20}", *(f"{pairs:5}" for pairs in counts))
 for name in found[0]:
     print(f"{name:20}", *(f"{shares[name]:5.0%}" for shares in found))
 
-# %%
-figure, axes = plt.subplots(figsize=(6, 3.5), dpi=110, layout="constrained")
-for name in found[0]:
-    axes.plot(counts, [shares[name] for shares in found], marker="o", label=name)
+# %% tags=["hide-input", "card"] jupyter={"source_hidden": true}
+figure, axes = plt.subplots(figsize=(7.5, 3.5), dpi=110, layout="constrained")
+for name, line, colour in zip(found[0], ("o-", "s--", "^-.", "d-"), (BLUE, ORANGE, GREEN, PINK), strict=True):
+    axes.plot(counts, [shares[name] for shares in found], line, color=colour, label=name)
 axes.axvline(width, color="grey", linestyle=":", label="rows of the state")
 axes.set(xlabel="pairs in the text", ylabel="words recalled", ylim=(0, 1.05))
-axes.legend()
+axes.grid(alpha=0.3)
+axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
@@ -213,8 +222,18 @@ plt.show()
 #
 # 1. From how many tokens on is a state of 128 x 128 in fp32 smaller than a cache of 128-wide keys and values in bf16?
 # 2. What does the state hold after the same key was written with β = 1/2 and a value of 1, three times?
-# 3. Why does a decay of a whole head leave the triangular system solvable, whatever its size?
-#
+# 3. *Implement* the delta rule token by token, for one head: q and k are `[L, D]`, v is `[L, Dv]`, and beta is `[L]`.
+#    The cell below checks it.
+
+
+# %%
+def run(q, k, v, beta):
+    """Yours: the outputs [L, Dv]. The state begins with zeros; a token is written before it is read."""
+
+
+print(course.check_delta_rule(run))
+
+# %% [markdown]
 # The next cell has solutions. It is folded; try first.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -225,7 +244,18 @@ one = torch.ones(1, 1, 3, 1)
 _, held = attnpack.linear_attention(one, one, one, beta=torch.full((1, 1, 3), 0.5), return_state=True)
 print(f"2. {held.item()}: each time half of what is missing is written")
 assert held.item() == 1 - 0.5**3
-print("3. its diagonal is 1: a decay multiplies what stands below it, and a number below the diagonal may be 0")
+
+
+def run(q, k, v, beta):
+    state, outs = torch.zeros(q.shape[1], v.shape[1]), []
+    for t in range(len(q)):
+        state = state + torch.outer(k[t], beta[t] * (v[t] - state.T @ k[t]))
+        outs.append(state.T @ q[t])
+    return torch.stack(outs)
+
+
+print("3.", course.check_delta_rule(run))
+assert course.check_delta_rule(run) == "right"
 
 # %% [markdown]
 # Next: [performance](performance.ipynb).

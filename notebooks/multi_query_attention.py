@@ -24,7 +24,7 @@
 # keeps one query projection per head, but lets all heads read **one** key head and **one** value head. Heads can still
 # look for different things, but a token offers the same key and value to all of them. That costs some expressive power.
 # It saves memory traffic: a language model that writes token by token reads all cached keys and values at every step,
-# and that reading, not the arithmetic, takes the time. With one shared head the cache is `num_heads` times smaller:
+# and that reading, not the arithmetic, takes the time. With one shared head the cache has 1/`num_heads` of the size:
 #
 # $$\text{head}_h = \text{softmax}\left(\frac{(x W_q^{(h)}) (x W_k)^\top}{\sqrt{d_{kv}}}\right) x W_v, \qquad
 # \text{out} = [\text{head}_1, \dots, \text{head}_H]\, W_o$$
@@ -136,7 +136,7 @@ ids = tokenizer.encode(course.SENTENCE)
 words = [tokenizer.decode([token]) for token in ids]
 weights = plot_attention.lm_attention(model, torch.tensor([ids]))[13][0]
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 3, figsize=(9, 3.3), dpi=110, layout="constrained", sharey=True)
 for panel, head in zip(panels, (6, 7, 8), strict=True):
     image = plot_attention.draw_weights(panel, weights[head], words, title=f"query head {head}")
@@ -477,7 +477,7 @@ for kv_heads in (8, 4, 2, 1):
     sizes[str(kv_heads)] = cache.nbytes
     assert cache.nbytes == 2 * seq * kv_heads * d_kv * 4
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(5, 1.8), dpi=110, layout="constrained")
 bars = axes.barh(list(sizes), list(sizes.values()), color=BLUE)
 axes.bar_label(bars, padding=3)
@@ -535,12 +535,12 @@ read = 2 * lengths[-1] * heads * width * 4 / (1e6 * curves["MHA, attnpack"][-1])
 print(f"on {bench.conditions()}; MHA read {read:.1f} GB/s at {lengths[-1]} keys")
 torch.set_num_threads(threads)
 gain = curves["MHA, attnpack"][-1] / curves["MQA, attnpack"][-1]
-print(f"MQA reads {heads} times less than MHA, and is {gain:.1f} times as fast at {lengths[-1]} keys")
+print(f"MQA reads 1/{heads} of what MHA reads, and is {gain:.1f} times as fast at {lengths[-1]} keys")
 assert 1 < gain < heads
 
 # %% [markdown]
 # Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. MQA
-# reads 32 times less, but it is not 32 times as fast (last line): the multiplications of 32 heads remain (see
+# reads 1/32 of what MHA reads, but it is not 32 times as fast (last line): the multiplications of 32 heads remain (see
 # [grouped_query_attention](grouped_query_attention.ipynb)).
 #
 # The notebook [kv_cache](kv_cache.ipynb) follows the memory up to a million tokens. [performance](performance.ipynb)
@@ -554,8 +554,8 @@ assert 1 < gain < heads
 # - All heads read one key head and one value head; only the queries differ.
 # - A cache makes stepping causal without a mask (V2). Chunks need the mask, moved by the cached length (V3).
 # - True means *hidden* in one convention and *may attend* in the other: know which.
-# - The cache is H times smaller ("bytes for 10 tokens"). A step reads H times less, but is not H times as fast ("MQA
-#   reads 32 times less than MHA").
+# - The cache is 1/H as large ("bytes for 10 tokens"). A step reads 1/H as much, but is not H times as fast ("MQA reads
+#   1/32 of what MHA reads").
 #
 # ## Exercises
 #

@@ -35,11 +35,11 @@ import attnpack
 import matplotlib.pyplot as plt
 import torch
 from attnpack import reference
-from attnpack.tools import bench
+from attnpack.tools import bench, course
 from attnpack.tools.course import largest_difference, time_in_turn
 from attnpack.tools.plot import attention as plot_attention
 from attnpack.tools.plot import newest
-from attnpack.tools.plot.colours import BLUE, PLAIN, WEIGHT
+from attnpack.tools.plot.colours import PLAIN, WEIGHT
 from matplotlib.colors import ListedColormap
 
 torch.manual_seed(0)
@@ -140,7 +140,7 @@ sums = weights.sum(-1).mean((0, 2))
 print("plain lines against the module:", largest_difference(out, layer(x)))
 print("mean sum of a row's weights:", [f"{s:.2f}" for s in sums.tolist()])
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(1, 4, figsize=(9, 2.6), dpi=110, layout="constrained", sharey=True)
 for head, panel in enumerate(panels):
     title = f"sink {layer.sinks[head]:g}: rows sum to {sums[head]:.2f}"
@@ -301,8 +301,10 @@ figure, panels = plt.subplots(1, 2, figsize=(6.6, 3.2), dpi=110, layout="constra
 kinds = ((named[0], "indexer: 4 keys"), (weights[0, 0] > 0, "means: 2 blocks of 3"))
 for panel, (picture, title) in zip(panels, kinds, strict=True):
     shown = torch.where(picture, 2, torch.where(later, 0, 1))
-    image = panel.imshow(shown, cmap=ListedColormap([PLAIN, WEIGHT, BLUE]), vmin=0, vmax=2)
+    image = panel.imshow(shown, cmap=ListedColormap(["white", PLAIN, WEIGHT]), vmin=0, vmax=2)
     panel.set(title=title, xlabel="key", xticks=range(0, length, 2), yticks=range(0, length, 2))
+    panel.hlines([i - 0.5 for i in range(1, length)], -0.5, length - 0.5, color="white", linewidth=1)
+    panel.vlines([i - 0.5 for i in range(1, length)], -0.5, length - 0.5, color="white", linewidth=1)
 panels[0].set_ylabel("query")
 bar = figure.colorbar(image, ax=panels, ticks=[1 / 3, 1, 5 / 3])
 bar.set_ticklabels(["future", "not named", "read"])
@@ -465,12 +467,13 @@ for name, row in work.items():
 most, least = max(bytes_per_token.values()), min(bytes_per_token.values())
 print(f"bytes: the largest cache is {most / least:.0f} times the smallest")
 all_keys, named = work["GQA, gated, or with sinks"][-1], work["sparse, indexer"][-1]
-print(f"work at 1,024k: the indexer takes {all_keys / named:.1f} times less than GQA")
+print(f"work at 1,024k: the indexer takes 1/{all_keys / named:.0f} of GQA's")
 assert work["sparse, means of blocks"][-1] < work["GQA, gated, or with sinks"][-1] / 50
 assert work["sparse, indexer"][-1] > work["GQA, gated, or with sinks"][-1] / 5  # the indexer still reads every key
 
 # %% [markdown]
-# MHA's cache is 28 times as large as MTLA's. Over 1,024k keys the indexer takes 4.0 times less work than GQA here.
+# MHA's cache is 28 times as large as MTLA's. Over 1,024k keys the layer with an indexer takes 1/4 of
+# GQA's work here.
 # Longer texts gain no more, because the indexer still scores every key, by smaller heads. Means of blocks need one
 # product for 64 keys.
 #
@@ -567,10 +570,20 @@ torch.set_num_threads(threads)
 # ## Exercises
 #
 # 1. From how many cached keys on does the layer with an indexer multiply less than GQA? (Use the table's formulas.)
-# 2. With `top_k` as large as the length, is `SparseAttention` the same as `GroupedQueryAttention`? Bit for bit?
-# 3. Train only the indexer of an untrained layer, on random inputs. How much of the attention's weight do its 4 keys
+# 2. Train only the indexer of an untrained layer, on random inputs. How much of the attention's weight do its 4 keys
 #    hold before and after?
-#
+# 3. *Implement* MoBA's choice for one head: a query reads the keys of its own block up to itself, and all keys of the
+#    `count - 1` earlier blocks whose mean key has the largest product with it. The cell below checks it.
+
+
+# %%
+def choose(query, key, block, count):
+    """Yours: bool [L, L] for query and key [L, D], True where the query of the row reads the key of the column."""
+
+
+print(course.check_blocks(choose))
+
+# %% [markdown]
 # The next cell has solutions. It is folded; try first.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -581,16 +594,9 @@ print(f"1. from n = {even:,.0f} on: 2 H D n = {cost} n + 2 H D 2,048")
 assert 2048 < even < 4096
 
 
-def selecting(**settings):
-    return attnpack.SparseAttention(width, heads, groups, causal=True, rope=rope(), **settings)
-
-
-every, layer = selecting(top_k=length), grouped()
-layer.load_state_dict({name: t for name, t in every.state_dict().items() if not name.startswith("index_")})
-print("2. the same bits:", torch.equal(every(x), layer(x)))
-assert torch.equal(every(x), layer(x))
 torch.manual_seed(0)
-student, inputs = selecting(top_k=4, index_heads=2), torch.randn(8, 24, width)
+student = attnpack.SparseAttention(width, heads, groups, top_k=4, index_heads=2, causal=True, rope=rope())
+inputs = torch.randn(8, 24, width)
 with torch.no_grad():
     student.q_proj.weight.mul_(4)  # sharper attention: there is something to find
 
@@ -608,8 +614,22 @@ for _ in range(150):
     optimiser.zero_grad()
     student.indexer_loss(inputs).backward()
     optimiser.step()
-print(f"3. {before:.0%} before, {held():.0%} after")
+print(f"2. {before:.0%} before, {held():.0%} after")
 assert held() > before
+
+
+def choose(query, key, block, count):
+    place = torch.arange(len(query))
+    number, blocks = place // block, torch.arange(len(query) // block)
+    scores = query @ key.unflatten(0, (-1, block)).mean(dim=1).T  # [L, blocks]
+    past = blocks < number[:, None]
+    best = scores.masked_fill(~past, -math.inf).topk(count - 1, dim=-1).indices
+    named = torch.zeros_like(past).scatter(1, best, True) & past | (blocks == number[:, None])
+    return named.repeat_interleave(block, dim=1) & (place <= place[:, None])
+
+
+print("3.", course.check_blocks(choose))
+assert course.check_blocks(choose) == "right"
 
 # %% [markdown]
 # Next: [linear_attention](linear_attention.ipynb).

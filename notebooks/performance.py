@@ -40,7 +40,9 @@ from pathlib import Path
 
 import attnpack
 import matplotlib.pyplot as plt
+import torch
 from attnpack.tools import bench as live
+from attnpack.tools import course
 from attnpack.tools.plot import roofline as plot_roofline
 
 bench = plot_roofline.read_bench(Path("..") / "benchmarks" / "results" / "quick.json")
@@ -57,7 +59,7 @@ print(f"limits: {flops / 1e9:.0f} GFLOP/s in fp32, {read / 1e9:.1f} GB/s read")
 # operations per second. That is the roof: slanted where memory limits, flat where arithmetic limits. The two parts meet
 # at F / M:
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 print(f"decoding in fp32, each head with its own keys: {2 * 2 / (2 * 4):g} operations per byte")
 print(f"this machine's ridge: {flops / read:.1f} operations per byte")
 figure, axes = plt.subplots(figsize=(8.5, 5), dpi=110, layout="constrained")
@@ -125,7 +127,7 @@ for (section, dtype), each in shares.items():
 # heads / key-value heads, width, and number of keys; "cold" keys come from memory, "warm" ones from the processor's
 # cache.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(9, 5), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "decode", "sdpa")
 plt.show()
@@ -137,7 +139,7 @@ plt.show()
 # counted here. For a *single* query the heads of a group can be packed by hand as rows of one head, which is read once.
 # That is the fairer comparison, but few people write it:
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(9, 4.2), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "decode", "packed")
 plt.show()
@@ -147,12 +149,12 @@ plt.show()
 #
 # Here both sides do the same arithmetic, and the speed depends on how well they keep it busy.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(9, 3.2), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "prefill", "sdpa")
 plt.show()
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(9, 4.2), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "train", "sdpa")
 plt.show()
@@ -175,13 +177,16 @@ print("\n".join(slower) or "nowhere in this run")
 # ## And here, now
 #
 # A part of the same measurement, run live with this notebook on its machine: short calls, in which the overhead
-# matters.
+# matters, on one thread, because two threads on a busy machine wait for each other.
 
-# %%
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
+threads = torch.get_num_threads()
+torch.set_num_threads(1)
 limits, results = live.run(["small"], ["fp32"], ["sdpa"], quick=True)
 print(live.format_table(limits, results, ["sdpa"], live.Cpu()))
 assert all(result.seconds > 0 and result.ratios["sdpa"] > 0 for result in results)
 print("\nthis is", attnpack.__version__, "on", live.machine())
+torch.set_num_threads(threads)
 
 # %% [markdown]
 # ## Summary
@@ -194,8 +199,19 @@ print("\nthis is", attnpack.__version__, "on", live.machine())
 #
 # 1. Compute the intensity of decoding in bf16 with 8 query heads on 1 key-value head.
 # 2. From how many query heads per key-value head on does arithmetic limit fp32 decoding on the stored machine?
-# 3. Which stored case of cold decoding comes nearest to its limit?
-#
+# 3. *Implement* the roofline of decoding: the least seconds of one new token over `keys` cached keys and values of
+#    `size` bytes per number, on a machine of `flops` operations and `read` bytes per second. Leave out the bytes of the
+#    query and of the output. The cell below checks it.
+
+
+# %%
+def least(num_heads, num_kv_heads, head_dim, keys, size, flops, read):
+    """Yours: seconds."""
+
+
+print(course.check_least_seconds(least))
+
+# %% [markdown]
 # The next cell has solutions. It is folded; try first.
 
 # %% tags=["hide-cell"] jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -206,9 +222,16 @@ print(
     "operations per byte",
 )
 print(f"2. {flops / read * 4 / 2:.0f} heads: each key number of 4 bytes gives 2 operations per head")
-cold = [each for each in bench["results"] if each["case"]["section"] == "decode" and each["case"]["cold"]]
-nearest = max(cold, key=lambda each: each["share"])
-print(f"3. {nearest['case']['name']}, {nearest['case']['dtype']}: {nearest['share']:.0%}")
+
+
+def least(num_heads, num_kv_heads, head_dim, keys, size, flops, read):
+    operations = 2 * 2 * num_heads * keys * head_dim  # q.k and the sum of values; multiply and add
+    moved = 2 * num_kv_heads * keys * head_dim * size  # keys and values, once for all heads of a group
+    return max(operations / flops, moved / read)
+
+
+print("3.", course.check_least_seconds(least))
+assert course.check_least_seconds(least) == "right"
 
 # %% [markdown]
 # Next: [conversion_and_uptraining](conversion_and_uptraining.ipynb).

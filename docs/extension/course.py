@@ -1,5 +1,5 @@
 """```{course}``` shows the notebooks as cards, in the order and with the words of docs/notebooks.md. A card's picture
-is the notebook's first schematic, or else its first picture."""
+is that of the cell with the tag "card", or else the notebook's first schematic, or its first picture."""
 
 import base64
 import functools
@@ -34,7 +34,8 @@ class Notebook(NamedTuple):
 
     def picture(self) -> tuple[str, bytes]:
         """(the file's name, its bytes)"""
-        outputs = [each.get("data", {}) for cell in _cells(self.name) for each in cell.get("outputs", [])]
+        chosen = [cell for cell in _cells(self.name) if "card" in cell["metadata"].get("tags", [])]
+        outputs = [each.get("data", {}) for cell in chosen or _cells(self.name) for each in cell.get("outputs", [])]
         for kind, ending in TYPES.items():
             for data in outputs:
                 if kind in data:

@@ -1,10 +1,14 @@
 """The pages of heads of the site: docs/heads has their numbers, and a build writes them with the template of today.
 
-`python docs/extension/heads_pages.py` computes the numbers again, from SmolLM2.
+`python docs/extension/heads_pages.py` computes the numbers again, from SmolLM2, and draws docs/images/heads.png, by
+Chromium. With `picture` it only draws.
 """
 
 import functools
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "heads"
@@ -48,6 +52,17 @@ def write_pages(folder: Path) -> None:
         (folder / f"{name}.html").write_text(page, encoding="utf-8")
 
 
+def draw_picture() -> None:
+    """docs/images/heads.png: the page of names, as it opens."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_pages(Path(folder))
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+        command += [f"--user-data-dir={folder}/profile", "--window-size=1280,860", "--virtual-time-budget=4000"]
+        command += [f"--screenshot={FOLDER.parent / 'images/heads.png'}", f"file://{folder}/names.html"]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
 if __name__ == "__main__":
-    for name, text in TEXTS.items():
+    for name, text in ({} if "picture" in sys.argv else TEXTS).items():
         (FOLDER / f"{name}.json").write_text(json.dumps(compute(text)) + "\n", encoding="utf-8")
+    draw_picture()

@@ -1,4 +1,4 @@
-"""The files that CONTRIBUTING.md and PERFORMANCE.md name exist."""
+"""The files that CONTRIBUTING.md and PERFORMANCE.md name exist; ratios have one form in all texts."""
 
 import re
 from pathlib import Path
@@ -27,3 +27,17 @@ def test_named_files_exist(page):
     for name in sorted(files):
         nested = [place for place in PLACES if (place / name).exists()] or list(ROOT.glob(f"csrc/**/{name}"))
         assert nested or list(ROOT.glob(f"tests/**/{name}")), f"{page} names {name}, which does not exist"
+
+
+TEXTS = [path for pattern in ("*.md", "docs/**/*.md", "notebooks/*.py", "python/attnpack/**/*.py", "benchmarks/*.py")
+         for path in ROOT.glob(pattern) if path.name != "CONTRIBUTING.md"]  # fmt: skip
+UNCLEAR = re.compile(r"\btimes\s+(?:#\s+)?(?:faster|slower|less|fewer|more|smaller|larger|bigger|cheaper)\b")
+
+
+def test_ratios_have_one_form():
+    """ "N times as fast", "1/N of the bytes": readers count "N times faster" and "N times less" in two ways."""
+    assert len(TEXTS) > 100 and UNCLEAR.search("it is 3 times\n# faster")
+    found = [
+        f"{path.relative_to(ROOT)}: {words.group()}" for path in TEXTS for words in UNCLEAR.finditer(path.read_text())
+    ]
+    assert not found, found

@@ -113,12 +113,12 @@ def test_teaches(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_what_only_draws_or_measures_is_folded_and_solutions_too(script):
-    """By tags for the site, and by JupyterLab's own. Short cells stay open."""
+    """By tags for the site, and by JupyterLab's own. The tag "card" names the picture of the notebook on the site."""
     for cell in code_cells(jupytext.read(script)):
-        tags, folded = cell.metadata.get("tags", []), cell.metadata.get("jupyter", {})
+        tags, folded = [tag for tag in cell.metadata.get("tags", []) if tag != "card"], cell.metadata.get("jupyter", {})
         if cell.source.startswith("# Solutions. Try first"):
             assert tags == ["hide-cell"] and folded == {"source_hidden": True, "outputs_hidden": True}
-        elif re.search(r"plt\.show\(\)|perf_counter\(|time_in_turn\(", cell.source) and cell.source.count("\n") > 7:
+        elif re.search(r"plt\.show\(\)|perf_counter\(|time_in_turn\(|picture\.draw\(|live\.run\(", cell.source):
             assert tags == ["hide-input"] and folded == {"source_hidden": True}, cell.source[:200]
         else:
             assert tags == [], cell.source[:200]
@@ -126,19 +126,22 @@ def test_what_only_draws_or_measures_is_folded_and_solutions_too(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_helpers_and_colours_have_one_place(script):
-    """`attnpack.tools.course` and `attnpack.tools.plot.colours`."""
+    """`attnpack.tools.course` and `attnpack.tools.plot.colours`, not matplotlib's own colours for lines and bars."""
+    for cell in code_cells(jupytext.read(script)):
+        for call in re.findall(r"\baxes\.(?:plot|bar|barh|step|hist)\(.*?\n", cell.source):
+            assert "color=" in call or call.endswith("(\n"), call
     assert not re.search(r"^(?:BLUE|ORANGE|GREEN)\b.*=|^def (?:time_in_turn|check_)", script.read_text(), flags=re.M)
 
 
 def test_an_exercise_is_checked_and_solved():
-    """Each check of `attnpack.tools.course` is asked about an empty answer and about the solution."""
+    """In each notebook one check of `attnpack.tools.course` is asked about an empty answer and about the solution."""
     checks = re.findall(r"^def (check_\w+)", Path(course.__file__).read_text(), flags=re.M)
     asked = "".join(script.read_text() for script in SCRIPTS)
     assert checks and all(f"course.{check}(" in asked for check in checks)
     for script in SCRIPTS:
         printed = texts(nbformat.read(script.with_suffix(".ipynb"), as_version=4))
-        if re.search(r"course\.check_\w+\(", script.read_text()):
-            assert "not yet: " in printed and re.search(r"^3\. right$", printed, flags=re.M), script.stem
+        assert len(set(re.findall(r"course\.check_\w+\(", script.read_text()))) == 1, script.stem
+        assert "not yet: " in printed and re.search(r"^3\. right$", printed, flags=re.M), script.stem
 
 
 def test_the_plain_lines_of_the_newest_variants_are_those_of_the_library():

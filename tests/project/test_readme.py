@@ -78,6 +78,9 @@ def test_the_headlines_figures_are_stored():
     assert shown == [
         (stored[case][0], stored[case][1][PEERS[peer]]) for case, (_, peer, _) in zip(cases, rows, strict=True)
     ]
+    busy = (ROOT / "benchmarks/results/busy.txt").read_text()
+    (step,) = re.findall(r"^SmolLM2's step +0 .* torch ([\d.]+) ", busy, flags=re.M)
+    assert f"fp32 takes {step} of [transformers' time](benchmarks/results/busy.txt)" in " ".join(README.split())
 
 
 def test_the_picture_of_the_model_is_what_the_script_draws():
@@ -104,13 +107,15 @@ def stored_on_cuda() -> dict[str, tuple[tuple[str, ...], list[str]]]:
 
 def test_the_figures_of_cuda_are_stored():
     stored = stored_on_cuda()
-    (speed,) = re.findall(r"^\| speed \|.*\|(.*)\|$", README, flags=re.M)
+    assert "| on an H200, times as fast as ([all rows](docs/cuda.md)) | FlashAttention-2 | cuDNN |" in README
+    pair = r"([\d.]+) to ([\d.]+)"
+    shown = re.findall(rf"^\| (?:decode|prefill|gradients) \| {pair} \| {pair} \|$", README, flags=re.M)
     ranges = []
     for kind in ("decode", "fwd", "bwd"):
         for peer in (0, 1):
             ratios = sorted((ratios[peer] for case, (_, ratios) in stored.items() if case.startswith(kind)), key=float)
             ranges += [ratios[0], ratios[-1]]
-    assert re.findall(r"\d+\.\d+", speed) == ranges
+    assert [ratio for row in shown for ratio in row] == ranges
     page = (ROOT / "docs/cuda.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .*? \| ([\d.]+ (?:ms|TFLOP/s)) \| ([\d.]+) \| ([\d.]+) \|", page, flags=re.M)
     assert len(rows) == sum(case.startswith(("decode", "fwd", "bwd")) for case in stored)

@@ -1,5 +1,6 @@
 """The documentation site: built without warnings, every public name and header on a page, no dead link inside."""
 
+import base64
 import functools
 import html
 import importlib
@@ -217,6 +218,21 @@ def test_the_home_shows_the_course_with_pictures(pages, site):
     assert set(names) == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
     for notebook in course.notebooks():
         assert f"{notebook.number}. {notebook.title()}" in home.text
+
+
+def test_a_notebook_may_name_the_picture_of_its_card():
+    named = 0
+    for notebook in course.notebooks():
+        cells = json.loads((ROOT / f"notebooks/{notebook.name}.ipynb").read_text())["cells"]
+        tagged = [cell for cell in cells if "card" in cell["metadata"].get("tags", [])]
+        assert len(tagged) <= 1, notebook.name
+        for cell in tagged:
+            named += 1
+            held = [output["data"] for output in cell["outputs"] if "data" in output]
+            svg = ["".join(data["image/svg+xml"]).encode() for data in held if "image/svg+xml" in data]
+            png = [base64.b64decode("".join(data["image/png"])) for data in held if "image/png" in data]
+            assert notebook.picture()[1] in svg + png
+    assert named >= 4
 
 
 def test_the_font_of_formulas_has_their_characters(pages, site):

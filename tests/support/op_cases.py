@@ -282,7 +282,7 @@ def check_against_reference(
 ) -> dict[str, Tensor]:
     """Judges the operator on the inputs, and returns its results."""
     ours = compute_results(attend, inputs, gradients=gradients)
-    with threads(1):  # one thread: on a busy machine plain PyTorch is several times faster so on small tensors
+    with threads(1):  # one thread: on a busy machine plain PyTorch is several times as fast so on small tensors
         plain = compute_results(reference.attention, inputs, gradients=gradients)
         truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=gradients)
     check(ours, plain, truth, inputs.query.dtype)

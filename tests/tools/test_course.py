@@ -48,6 +48,56 @@ def rotate(x, positions):
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
+def absorbed(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    mapped = q_nope @ w_uk  # [B, H, 1, C]
+    scores = mapped @ latents.unsqueeze(1).mT + q_rope @ k_rope.unsqueeze(1).mT
+    weights = (scores / math.sqrt(q_nope.shape[-1] + q_rope.shape[-1])).softmax(-1)
+    return weights @ latents.unsqueeze(1) @ w_uv.mT
+
+
+def expanded(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    key, value = (torch.einsum("bkc,hdc->bhkd", latents, each) for each in (w_uk, w_uv))
+    scores = q_nope @ key.mT + q_rope @ k_rope.unsqueeze(1).mT
+    return (scores / math.sqrt(q_nope.shape[-1] + q_rope.shape[-1])).softmax(-1) @ value
+
+
+def padded(query, key, value, lens):
+    real = torch.arange(key.shape[2]) < lens[:, None, None, None]
+    scores = (query @ key.mT / math.sqrt(query.shape[-1])).masked_fill(~real, -math.inf)
+    return scores.softmax(-1) @ value
+
+
+def blocks(query, key, block, count, earlier=lambda of_key, of_query: of_key < of_query):
+    numbers = torch.arange(len(query)) // block
+    scores = query @ key.unflatten(0, (-1, block)).mean(1).T  # [L, blocks]
+    past = earlier(torch.arange(scores.shape[1]), numbers[:, None])
+    best = scores.masked_fill(~past, -math.inf).topk(min(count - 1, scores.shape[1]), dim=-1).indices
+    named = torch.zeros_like(past).scatter(1, best, True) & past
+    named |= torch.arange(scores.shape[1]) == numbers[:, None]
+    return named.repeat_interleave(block, dim=1) & torch.ones(len(query), len(query), dtype=torch.bool).tril()
+
+
+def delta_rule(q, k, v, beta, corrects=True):
+    state, rows = torch.zeros(q.shape[1], v.shape[1]), []
+    for t in range(len(q)):
+        missing = v[t] - state.T @ k[t] if corrects else v[t]
+        state = state + torch.outer(k[t], beta[t] * missing)
+        rows.append(state.T @ q[t])
+    return torch.stack(rows)
+
+
+def least(num_heads, num_kv_heads, head_dim, keys, size, flops, read):
+    return max(4 * num_heads * head_dim * keys / flops, 2 * num_kv_heads * head_dim * keys * size / read)
+
+
+def is_right(attend, length=6, batch=2):
+    q, k, v = torch.randn(3, batch, length, 16).unbind(0)
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    heads = [each.unflatten(-1, (4, 4)).transpose(1, 2) for each in (q, k, v)]
+    wanted = attnpack.attention(*heads, mask).transpose(1, 2).flatten(2)
+    return torch.allclose(attend(q, k, v, 4, mask), wanted, atol=1e-4)
+
+
 def not_causal(layer):
     other = attnpack.MultiHeadAttention(layer.embed_dim, layer.num_heads)
     other.load_state_dict(layer.state_dict())
@@ -61,6 +111,12 @@ CHECKS = {
     "groups": (course.check_groups, grouped),
     "to groups": (course.check_to_groups, to_groups),
     "rotation": (course.check_rotation, rotate),
+    "absorbed": (course.check_absorbed, absorbed),
+    "padded source": (course.check_padded_source, padded),
+    "blocks": (course.check_blocks, blocks),
+    "delta rule": (course.check_delta_rule, delta_rule),
+    "least seconds": (course.check_least_seconds, least),
+    "finds mistakes": (course.check_finds_mistakes, is_right),
 }
 
 
@@ -112,6 +168,69 @@ WRONG = {
         lambda x, p: attnpack.RotaryEmbedding(8, interleaved=True)(x, p),
         "differs",
     ),
+    "keys of all heads": (course.check_absorbed, expanded, "a tensor (2, 3, 40, 16) was made"),
+    "scale of N": (
+        course.check_absorbed,
+        lambda q, *others: absorbed(q * math.sqrt(20 / 16), *others),
+        "attend(...) differs",
+    ),
+    "padding is read": (
+        course.check_padded_source,
+        lambda q, k, v, lens: attnpack.attention(q, k, v),
+        "with lens 6, 2 and 5 differs",
+    ),
+    "no scale over the source": (
+        course.check_padded_source,
+        lambda q, k, v, lens: padded(2 * q, k, v, lens),
+        "without padding differs",
+    ),
+    "its own block only": (
+        course.check_blocks,
+        lambda q, k, block, count: blocks(q, k, block, 1),
+        "row 4 of choose(query, key, 4, 3)",
+    ),
+    "the future": (
+        course.check_blocks,
+        lambda q, k, block, count: torch.ones(24, 24, dtype=torch.bool),
+        "row 0 of choose(query, key, 4, 1)",
+    ),
+    "all of the past": (
+        course.check_blocks,
+        lambda q, k, block, count: torch.ones(24, 24, dtype=torch.bool).tril() if count > 1 else blocks(q, k, 4, 1),
+        "row 12 of choose(query, key, 4, 3)",
+    ),
+    "only a sum": (course.check_delta_rule, lambda *inputs: delta_rule(*inputs, corrects=False), "differs"),
+    "the state before the token": (
+        course.check_delta_rule,
+        lambda q, k, v, beta: torch.cat([torch.zeros(1, 3), delta_rule(q.roll(-1, 0), k, v, beta)[:-1]]),
+        "differs",
+    ),
+    "both limits after one another": (
+        course.check_least_seconds,
+        lambda *sizes: least(*sizes) + least(*sizes[:5], 1e99, sizes[6]),
+        "32 heads on 32 is",
+    ),
+    "no arithmetic": (
+        course.check_least_seconds,
+        lambda *sizes: least(*sizes[:5], 1e99, sizes[6]),
+        "32 heads on 1 is",
+    ),
+    "keys of every head": (
+        course.check_least_seconds,
+        lambda heads, groups, *others: least(heads, heads, *others),
+        "32 heads on 8 is",
+    ),
+    "looks at shapes": (
+        course.check_finds_mistakes,
+        lambda attend: attend(*torch.randn(3, 2, 6, 16), 4, torch.ones(6, 6).bool()).shape == (2, 6, 16),
+        "does not find the view without a transpose",
+    ),
+    "one token per text": (
+        course.check_finds_mistakes,
+        lambda attend: is_right(attend, length=1),
+        "does not find",
+    ),
+    "trusts nobody": (course.check_finds_mistakes, lambda attend: False, "refuses an attention that is right"),
     "the other way": (course.check_rotation, lambda x, p: rotate(x, -p), "differs"),
 }
 

@@ -32,6 +32,7 @@ DRAWINGS = {
             "latents_in_groups",
             "merged_latents",
             "tensor_products",
+            "delta_rule",
         )
     },
 }

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .. import GroupedQueryAttention, MultiHeadAttention, RotaryEmbedding, attention, convert
+from .. import GroupedQueryAttention, MultiHeadAttention, RotaryEmbedding, attention, convert, linear_attention
+from ..ops import select_blocks
+from .bench.cases import Case, Limits
 
 SENTENCE = "The cat sat because it was tired"
 """The sentence that the drawings follow."""
@@ -68,14 +72,9 @@ def check_chunk_mask(mask: Callable[[int, int], Tensor]) -> str:
         name, got = f"mask({new}, {past})", mask(new, past)
         positions = past + torch.arange(new)
         wanted = torch.arange(past + new) <= positions[:, None]
-        if not isinstance(got, Tensor) or got.shape != wanted.shape:
-            return _compare(got, wanted, name)
-        if got.dtype != torch.bool:
-            return f"not yet: {name} is of {got.dtype}, wanted torch.bool"
-        if not torch.equal(got, wanted):
-            meaning = "; it is the other way round: True means may attend" if torch.equal(got, ~wanted) else ""
-            row = int((got != wanted).any(1).nonzero()[0])
-            return f"not yet: row {row} of {name} is {got[row].tolist()}, wanted {wanted[row].tolist()}{meaning}"
+        said = _compare_masks(got, wanted, name, "attend")
+        if said != "right":
+            return said
     return "right"
 
 
@@ -119,6 +118,140 @@ def check_rotation(rotate: Callable[[Tensor, Tensor], Tensor]) -> str:
     return _compare(rotate(x, positions), RotaryEmbedding(8)(x, positions), "rotate(x, positions)")
 
 
+@torch.no_grad()
+def check_absorbed(attend: Callable[..., Tensor]) -> str:
+    """`attend(q_nope, q_rope, latents, k_rope, w_uk, w_uv)`: absorbed attention of a new token, [B, H, 1, V], over the
+    latents [B, K, C] and rotated keys [B, K, R]. Queries are [B, H, 1, N] and [B, H, 1, R], the matrices [H, N, C] and
+    [H, V, C], and the scale is 1 / sqrt(N + R)."""
+    heads, keys, width, rank = 3, 40, 16, 6
+    q_nope, q_rope = _random(2, heads, 1, width), _random(2, heads, 1, 4)
+    latents, k_rope = _random(2, keys, rank), _random(2, keys, 4)
+    w_uk, w_uv = _random(2, heads, width, rank).unbind(0)
+    expanded = [torch.einsum("bkc,hdc->bhkd", latents, each) for each in (w_uk, w_uv)]
+    key = torch.cat([expanded[0], k_rope[:, None].expand(-1, heads, -1, -1)], dim=-1)
+    with _Largest() as made:
+        got = attend(q_nope, q_rope, latents, k_rope, w_uk, w_uv)
+    said = _compare(got, attention(torch.cat([q_nope, q_rope], dim=-1), key, expanded[1]), "attend(...)")
+    if said == "right" and made.largest.numel() >= expanded[0].numel():
+        shape = tuple(made.largest.shape)
+        return f"not yet: right numbers, but a tensor {shape} was made, as large as the keys of all heads"
+    return said
+
+
+@torch.no_grad()
+def check_padded_source(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> str:
+    """`attend(query, key, value, lens)`: cross-attention of [B, H, L, D] over [B, H, K, D], where only the first
+    lens[b] keys of sequence b are real."""
+    query, lens = _random(3, 2, 4, 8), torch.tensor([6, 2, 5])
+    key, value = _random(2, 3, 2, 6, 8).unbind(0)
+    said = _compare(
+        attend(query, key, value, torch.full((3,), 6)), attention(query, key, value), "attend without padding"
+    )
+    return (
+        said
+        if said != "right"
+        else _compare(
+            attend(query, key, value, lens), attention(query, key, value, kv_lens=lens), "attend with lens 6, 2 and 5"
+        )
+    )
+
+
+@torch.no_grad()
+def check_blocks(choose: Callable[[Tensor, Tensor, int, int], Tensor]) -> str:
+    """`choose(query, key, block, count)`: bool [L, L] for query and key [L, D], True where a query reads a key: those
+    of its own block up to itself, and those of the `count - 1` earlier blocks whose mean key has the largest
+    product."""
+    length, block = 24, 4
+    query, key = _random(2, length, 8).unbind(0)
+    places = torch.arange(length)
+    for count in (1, 3):
+        named = select_blocks(query[None, None], key[None, None], block, count, causal=True)[0, 0]  # [L, count]
+        wanted = (named[:, None] == places[:, None] // block).any(-1) & (places <= places[:, None])
+        name = f"choose(query, key, {block}, {count})"
+        said = _compare_masks(choose(query, key, block, count), wanted, name, "read")
+        if said != "right":
+            return said
+    return "right"
+
+
+@torch.no_grad()
+def check_delta_rule(run: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> str:
+    """`run(q, k, v, beta)`: the outputs [L, Dv] of the delta rule for q and k [L, D], v [L, Dv] and beta [L]."""
+    q, k = torch.nn.functional.normalize(_random(2, 7, 4), dim=-1).unbind(0)
+    v, beta = _random(7, 3), _random(7).sigmoid()
+    wanted = linear_attention(q[None, None], k[None, None], v[None, None], beta=beta[None, None], scale=1.0)
+    return _compare(run(q, k, v, beta), wanted[0, 0], "run(q, k, v, beta)")
+
+
+def check_least_seconds(least: Callable[[int, int, int, int, int, float, float], float]) -> str:
+    """`least(num_heads, num_kv_heads, head_dim, keys, size, flops, read)`: the roofline's seconds for one new token
+    over `keys` keys and values of `size` bytes per number, by `flops` operations and `read` bytes per second."""
+    limits = Limits(flops=2e11, bf16_flops=2e11, bytes_per_second=4e10)
+    for heads, groups in ((32, 32), (32, 8), (32, 1)):
+        case = Case("decode", "", "fp32", heads, groups, 1, 16384, 128, 128)
+        wanted, got = case.limit_seconds(limits), least(heads, groups, 128, 16384, 4, 2e11, 4e10)
+        name = f"least for {heads} heads on {groups}"
+        if not isinstance(got, (int, float)):
+            return f"not yet: {name} returned {type(got).__name__}, wanted seconds"
+        if abs(got / wanted - 1) > 0.02:
+            return f"not yet: {name} is {1e3 * got:.3f} ms, wanted {1e3 * wanted:.3f} ms"
+    return "right"
+
+
+@torch.no_grad()
+def check_finds_mistakes(is_right: Callable[[Callable[..., Tensor]], bool]) -> str:
+    """`is_right(attend)`: whether `attend(query, key, value, num_heads, mask)` is right. All are [B, L, E], heads side
+    by side; the mask is bool [L, L], and True means may attend."""
+    for name, attend in _ATTENDS.items():
+        said, right = is_right(attend), name.startswith("right")
+        if not isinstance(said, bool):
+            return f"not yet: is_right returned {type(said).__name__}, wanted True or False"
+        if said != right:
+            return f"not yet: is_right {'refuses an attention that is right' if right else f'does not find {name}'}"
+    return "right"
+
+
+def _attend(mistake: str, query: Tensor, key: Tensor, value: Tensor, num_heads: int, mask: Tensor) -> Tensor:
+    batch, length, width = query.shape
+    head_dim = width // num_heads
+    heads = [each.view(batch, length, num_heads, head_dim).transpose(1, 2) for each in (query, key, value)]
+    if mistake == "view":
+        heads = [each.reshape(batch, num_heads, length, head_dim) for each in (query, key, value)]
+    scores = heads[0] @ heads[1].transpose(-2, -1)
+    if mistake != "late":
+        scores = scores / (width if mistake == "scale" else head_dim) ** 0.5
+    scores = scores.masked_fill(mask if mistake == "mask" else ~mask, -1e9)
+    weights = scores.softmax(dim=-2 if mistake == "columns" else -1)
+    if mistake == "late":
+        weights = weights / head_dim**0.5
+    out = weights @ heads[2]
+    return out.reshape(query.shape) if mistake == "view" else out.transpose(1, 2).reshape(query.shape)
+
+
+_ATTENDS: dict[str, Callable[..., Tensor]] = {
+    "right": partial(_attend, ""),
+    "the view without a transpose": partial(_attend, "view"),
+    "the softmax over the queries": partial(_attend, "columns"),
+    "the scale of the whole width": partial(_attend, "scale"),
+    "the scale after the softmax": partial(_attend, "late"),
+    "the mask whose True means hidden": partial(_attend, "mask"),
+}
+
+
+class _Largest(TorchFunctionMode):
+    """Keeps the largest tensor that a call of torch gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = torch.empty(0)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() > self.largest.numel():
+            self.largest = out
+        return out
+
+
 def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
 
@@ -131,3 +264,15 @@ def _compare(got: object, wanted: Tensor, name: str) -> str:
     if not torch.allclose(got.to(wanted.dtype), wanted, atol=1e-4, rtol=1e-4):
         return f"not yet: {name} differs by up to {largest_difference(got.to(wanted.dtype), wanted)}"
     return "right"
+
+
+def _compare_masks(got: object, wanted: Tensor, name: str, may: str) -> str:
+    if not isinstance(got, Tensor) or got.shape != wanted.shape:
+        return _compare(got, wanted, name)
+    if got.dtype != torch.bool:
+        return f"not yet: {name} is of {got.dtype}, wanted torch.bool"
+    if torch.equal(got, wanted):
+        return "right"
+    meaning = f"; it is the other way round: True means may {may}" if torch.equal(got, ~wanted) else ""
+    row = int((got != wanted).any(1).nonzero()[0])
+    return f"not yet: row {row} of {name} is {got[row].tolist()}, wanted {wanted[row].tolist()}{meaning}"

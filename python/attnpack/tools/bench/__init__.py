@@ -109,7 +109,7 @@ def format_table(limits: Limits, results: list[Result], peers: list[str], on: Cp
         f"{on.name()}{processor}, torch {torch.__version__}",
         f"limits measured in this run: {limits.flops / 1e9:.0f} GFLOP/s fp32{pairs}, "
         f"{limits.bytes_per_second / 1e9:.1f} GB/s read",
-        "share: of the limit that binds (cold: what memory gave between the calls); times faster than each peer; "
+        "share: of the limit that binds (cold: what memory gave between the calls); times as fast as each peer; "
         "memory: peak above the tensors of the call",
         f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
         + "".join(f"{name:>13}" for name in peers)

@@ -55,7 +55,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """How many times faster than the same step with SDPA."""
+        """How many times as fast as the same step with SDPA."""
         return self.sdpa_step_ms / self.step_ms
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .colours import AMBER, KEY, LATENT, NEW, PLAIN, QUERY, VALUE, WEIGHT
+from .colours import AMBER, KEY, LATENT, PLAIN, QUERY, VALUE, WEIGHT
 from .schematic import ARROW, Drawing
 from .svg import box, line, text
 
@@ -47,7 +47,7 @@ def gate() -> Drawing:
         "k": (90, 70, "k", KEY),
         "v": (90, 116, "v", VALUE),
         "attention": (170, 70, "attention", WEIGHT),
-        "gate": (60, 162, "gate: sigmoid(W_g x)", NEW),
+        "gate": (60, 162, "gate: sigmoid(W_g x)", PLAIN),
         "times": (350, 70, "times", PLAIN),
         "out": (430, 70, "o_proj", PLAIN),
     }
@@ -133,7 +133,7 @@ def indexer() -> Drawing:
         "index q": (80, 24, "small q", QUERY),
         "index k": (80, 70, "small k", KEY),
         "scores": (180, 47, "scores of all keys", WEIGHT),
-        "best": (340, 47, "the best 4 keys", NEW),
+        "best": (340, 47, "the best 4 keys", WEIGHT),
         "q": (80, 116, "q", QUERY),
         "k": (80, 162, "k", KEY),
         "v": (80, 208, "v", VALUE),
@@ -206,3 +206,21 @@ def tensor_products() -> Drawing:
     }
     arrows = [("x", "a"), ("x", "b"), ("a", "k"), ("b", "k"), ("k", "attention")]
     return flow(nodes, arrows, cached=["a", "b"])
+
+
+def delta_rule() -> Drawing:
+    """The delta rule: what the state holds for a key is taken from the value, and the rest is written."""
+    nodes: dict[str, Node] = {
+        "x": (10, 70, "x", PLAIN),
+        "q": (80, 24, "q", QUERY),
+        "k": (80, 70, "k", KEY),
+        "v": (80, 116, "v", VALUE),
+        "old": (80, 162, "old state S", LATENT),
+        "held": (220, 162, "held: S^T k", VALUE),
+        "missing": (340, 116, "d = beta (v - held)", VALUE),
+        "state": (520, 93, "new state S + k d^T", LATENT),
+        "out": (690, 58, "output: S^T q", VALUE),
+    }
+    arrows = [("x", "q"), ("x", "k"), ("x", "v"), ("old", "held"), ("k", "held"), ("k", "state"), ("v", "missing")]
+    arrows += [("held", "missing"), ("missing", "state"), ("q", "out"), ("state", "out")]
+    return flow(nodes, arrows, cached=["state"])

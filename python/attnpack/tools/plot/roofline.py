@@ -86,7 +86,7 @@ def _kind(case: dict) -> str:
 
 
 def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
-    """Draws how many times faster than `peer` each case of `section` runs: one bar per case, from 1 to the right, or to
+    """Draws how many times as fast as `peer` each case of `section` is: one bar per case, from 1 to the right, or to
     the left if the peer is faster."""
     rows = [each for each in bench["results"] if each["case"]["section"] == section and peer in each["ratios"]]
     dtypes = list(dict.fromkeys(each["case"]["dtype"] for each in rows))
@@ -109,4 +109,4 @@ def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
     axes.tick_params(labelsize=8)
     axes.set_ylabel("heads / kv heads, width, length", fontsize=8)
     axes.set_xlabel(f"time of {peer} / time of attnpack (1 = equal)")
-    axes.set_title(f"{section}: times faster than {peer}", fontsize=10)
+    axes.set_title(f"{section}: times as fast as {peer}", fontsize=10)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .colours import GROUPS, KEY, NEW, PLAIN, QUERY, VALUE, WEIGHT
+from .colours import GROUPS, INK, KEY, NEW, PLAIN, QUERY, VALUE, WEIGHT
 from .schematic import ARROW, Drawing
 from .svg import box, line, strip, text
 
@@ -40,20 +40,21 @@ def embedding(words: Sequence[str], ids: Sequence[int], vectors: Tensor, *, show
 def projections(words: Sequence[str], x: Tensor, q: Tensor, k: Tensor, v: Tensor, row: int) -> Drawing:
     """The vectors x [L, E], and each token's query, key and value [L, D] in one head. The query of `row` reads the keys
     and values up to it; what it does not read is faint."""
-    rows = (("vector x", x, PLAIN, 40), ("query: looks for", q, QUERY, 92), ("key: offers", k, KEY, 124))
-    rows += (("value: gives", v, VALUE, 156),)
+    rows = (("vector x", x, PLAIN, 40), ("query W_q x: looks for", q, QUERY, 92), ("key W_k x: offers", k, KEY, 124))
+    rows += (("value W_v x: gives", v, VALUE, 156),)
     parts = [text(MARGIN - 12, y + 12, name, right=True) for name, _, _, y in rows]
     for i, word in enumerate(words):
         left = MARGIN + i * COLUMN
         middle = left + COLUMN / 2
-        parts += [text(middle, 24, _shown(word), bold=i == row), line(middle, 56, middle, 90, arrow=True)]
+        trunk, colour = middle - 41, "#dddddd" if i > row else INK  # from x to each of its three products
+        parts += [text(middle, 24, _shown(word), bold=i == row), line(trunk, 48, middle - 36, 48, colour)]
+        parts += [line(trunk, 48, trunk, 164, colour)]
+        parts += [line(trunk, y, middle - 36, y, colour) for y in (100, 132, 164)]
         for name, vectors, colour, y in rows:
             faint = i > row or (name.startswith("query") and i != row)
             parts.append(strip(middle - 36, y, vectors[i, :SHOWN].tolist(), colour, faint=faint))
     left = MARGIN + row * COLUMN
-    parts.append(
-        f'<rect x="{left + 4}" y="6" width="{COLUMN - 8}" height="174" fill="none" stroke="{GROUPS[0]}" rx="6"/>'
-    )
+    parts.append(f'<rect x="{left}" y="6" width="{COLUMN - 4}" height="174" fill="none" stroke="{GROUPS[0]}" rx="6"/>')
     return Drawing(MARGIN + len(words) * COLUMN + 6, 190, (ARROW, *parts))
 
 
