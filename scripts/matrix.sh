@@ -7,8 +7,8 @@
 #                                      2.11.0; default: those that attnpack/extras.py names, but for the one in use
 #   scripts/matrix.sh --torch --in-turn       one of these: the next one each day
 # The environment that has attnpack and its tests is used (scripts/test.sh makes one). A release lies in a small
-# environment on top of it, under build/matrix; one of torch takes 6 GB with CUDA's packages. The last lines say what
-# passed under each.
+# environment on top of it, under build/matrix; one of torch takes 1.5 GB, because scripts/cuda_stand_ins.py spares it
+# NVIDIA's packages. The last lines say what passed under each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -45,7 +45,12 @@ from pathlib import Path
 site = next(Path(sys.argv[1]).glob("lib/python*/site-packages"))
 (site / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
 PY
-    "$folder/bin/python" -m pip install -q "$1==$2" >&2 || return
+    if [ "$1" = torch ]; then
+      "$folder/bin/python" -m pip install -q --no-deps "$1==$2" >&2 || return
+      python scripts/cuda_stand_ins.py "$(folder_of_torch "$folder/bin/python")" >&2 || return
+    else
+      "$folder/bin/python" -m pip install -q "$1==$2" >&2 || return
+    fi
   fi
   echo "$folder/bin/python"
 }

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes dist/attnpack-*.whl: one wheel with native code for each of the releases of torch, with all instruction sets.
-#   scripts/wheel.sh [TORCH_VERSION ...]    such as 2.13.0 2.14.1; default: the torch of the environment
+#   scripts/wheel.sh [--cuda] [TORCH_VERSION ...]    such as 2.13.0 2.14.1; default: the torch of the environment
 # A torch that is not the environment's is only unpacked: nothing of it is imported. The kernels are compiled once.
+# --cuda makes dist/attnpack_cu13-*.whl too, with the CUDA kernels, which are the same for each torch of CUDA 13. It
+# needs nvcc, whose release gives the number.
 # CMAKE_ARGS adds arguments, such as -DATTNPACK_ISA_NAMES=avx2 for a small wheel.
 # auditwheel leaves torch's libraries out and names the oldest Linux on which the wheel loads. The last lines say what
 # was checked.
@@ -9,6 +11,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
+cuda=
+if [ "${1:-}" = --cuda ]; then
+  cuda=yes
+  shift
+  command -v nvcc >/dev/null || stop "--cuda needs nvcc on the PATH."
+fi
 need_compiler
 enter_environment
 need_torch
@@ -41,7 +49,7 @@ wheel.extractall(sys.argv[2], found)' "$folder"/torch-*.whl "$folder" "${parts[@
   echo "$folder/torch"
 }
 
-rm -rf "$work"/{built,joined,repaired}
+rm -rf "$work"/{built,joined,repaired,cuda}
 mkdir -p "$work/built" "$work/repaired" dist
 torches=()
 for version in "$@"; do
@@ -62,18 +70,25 @@ if [ "$(uname)" = Darwin ]; then
   say "$(ls -sh dist/attnpack-*.whl), not repaired and not checked: auditwheel knows Linux"
   exit
 fi
-repaired=
-for platform in manylinux_2_28 manylinux_2_34; do
-  if python -m auditwheel repair --strip --only-plat --plat "${platform}_$(uname -m)" --exclude 'libtorch*.so' --exclude libc10.so \
-    -w "$work/repaired" "$work"/joined/*.whl; then
-    repaired=yes
-    break
-  fi
-done
-[ -n "$repaired" ] || stop "the wheel needs a newer Linux than manylinux_2_34: auditwheel says why above"
+# repair <wheel>: puts it into $work/repaired, under the name of the oldest Linux on which it loads.
+repair() {
+  local platform
+  for platform in manylinux_2_28 manylinux_2_34; do
+    if python -m auditwheel repair --strip --only-plat --plat "${platform}_$(uname -m)" --exclude 'libtorch*.so' \
+      --exclude libc10.so --exclude libattnpack.so -w "$work/repaired" "$1"; then return; fi
+  done
+  stop "the wheel needs a newer Linux than manylinux_2_34: auditwheel says why above"
+}
+repair "$work"/joined/*.whl
+if [ -n "$cuda" ]; then
+  say "the CUDA kernels"
+  cmake "$work/tree" -DATTNPACK_CUDA=ON
+  cmake --build "$work/tree" --parallel "${MAX_JOBS:-$(nproc)}" --target attnpack_cuda
+  repair "$(python scripts/wheel_parts.py cuda "$work/cuda" "$work/tree/libattnpack_cuda.so")"
+fi
 
 say "check"
-python scripts/wheel_parts.py check "$work"/repaired/*.whl "${torches[@]}"
-rm -f dist/attnpack-*.whl
+python scripts/wheel_parts.py check "$work"/repaired/attnpack-*.whl "${torches[@]}"
+rm -f dist/attnpack-*.whl dist/attnpack_cu*.whl
 cp "$work"/repaired/*.whl dist/
-say "$(ls -sh dist/attnpack-*.whl)"
+say "$(ls -sh dist/attnpack*.whl)"

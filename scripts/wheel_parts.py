@@ -1,6 +1,7 @@
 """Joins wheels that were built for several releases of torch, and checks what came out. For scripts/wheel.sh.
 
     python scripts/wheel_parts.py join FOLDER WHEEL ...    one wheel in FOLDER with what all of them have
+    python scripts/wheel_parts.py cuda FOLDER LIBRARY      attnpack-cu13 in FOLDER: LIBRARY is libattnpack_cuda.so
     python scripts/wheel_parts.py archive FOLDER WHEEL     what C and C++ programs need of it, as a .tar.gz in FOLDER
     python scripts/wheel_parts.py check WHEEL TORCH ...    TORCH: the folders of the releases that it was built for
 
@@ -9,14 +10,17 @@ lacks, if a file names a folder of this machine, or if a part is missing.
 """
 
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+VERSION = ROOT / "csrc/attnpack/version.h"
 OF_A_PREFIX = ("lib/libattnpack.so", "include/attnpack/attnpack.h", "share/cmake/attnpack/attnpackConfig.cmake",
                "share/attnpack/build.json", "lib/pkgconfig/attnpack.pc")  # fmt: skip
 SHARED = ("lib/libattnpack_kernels.so", "include/attnpack/kernels.h", "lib/pkgconfig/attnpack_kernels.pc",
@@ -45,6 +49,31 @@ def requirement(minors: list[str]) -> str:
     numbers = sorted(int(minor.split(".")[1]) for minor in minors)
     missing = [f",!=2.{number}.*" for number in range(numbers[0], numbers[-1]) if number not in numbers]
     return f"torch>=2.{numbers[0]},<2.{numbers[-1] + 1}{''.join(missing)}"
+
+
+def cuda(folder: Path, library: Path) -> Path:
+    """A wheel apart, attnpack-cu13 for CUDA 13: its package holds the library, and _load.py finds it there."""
+    major = re.search(r"release (\d+)\.", printed("nvcc", "--version"))[1]
+    name, version = f"attnpack_cu{major}", re.search(r'ATTNPACK_VERSION "(.+)"', VERSION.read_text())[1]
+    with tempfile.TemporaryDirectory() as packed:
+        package, record = Path(packed) / name, Path(packed) / f"{name}-{version}.dist-info"
+        (package / "lib").mkdir(parents=True)
+        shutil.copy(library, package / "lib")
+        (package / "__init__.py").write_text(
+            f'"""attnpack\'s kernels for CUDA {major}: `import attnpack` loads them."""\n'
+        )
+        (record / "licenses").mkdir(parents=True)
+        shutil.copy(ROOT / "LICENSE", record / "licenses")
+        (record / "METADATA").write_text(
+            f"Metadata-Version: 2.4\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+            f"Summary: CUDA {major} kernels of attnpack\nLicense-Expression: BSD-3-Clause\nLicense-File: LICENSE\n"
+            f"Requires-Dist: attnpack=={version}\n"
+        )
+        tag = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        (record / "WHEEL").write_text(f"Wheel-Version: 1.0\nGenerator: attnpack\nRoot-Is-Purelib: false\nTag: {tag}\n")
+        folder.mkdir(parents=True)
+        subprocess.run([sys.executable, "-m", "wheel", "pack", "--dest-dir", folder, packed], check=True, stdout=2)
+    return next(folder.glob("*.whl"))
 
 
 def check(wheel: Path, torches: list[Path]) -> list[str]:
@@ -90,7 +119,8 @@ def archive(folder: Path, wheel: Path) -> Path:
     name, version, _, _, platform = wheel.stem.split("-")
     written = folder / f"{name}-{version}-cpp-{platform}.tar.gz"
     with zipfile.ZipFile(wheel) as parts, tempfile.TemporaryDirectory() as unpacked:
-        for part in filter(OF_CPP.match, parts.namelist()):
+        files = [name for name in parts.namelist() if not name.endswith("/")]  # auditwheel writes folders, too
+        for part in filter(OF_CPP.match, files):
             file = Path(unpacked) / re.sub(r".*\.dist-info/licenses/", "attnpack/", part)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(parts.read(part))
@@ -127,6 +157,9 @@ def printed(*command) -> str:
 def main(command: str, first: str, *others: str) -> int:
     if command == "join":
         join(Path(first), list(map(Path, others)))
+        return 0
+    if command == "cuda":
+        print(cuda(Path(first), Path(others[0])))
         return 0
     if command == "archive":
         print(archive(Path(first), Path(others[0])))

@@ -7,6 +7,7 @@ loader meets an undefined symbol.
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -37,7 +38,18 @@ _SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = PREFIX / "lib" / f"libattnpack.{_SUFFIX}"
 KERNELS_LIBRARY = PACKAGE / "lib" / f"libattnpack_kernels.{_SUFFIX}"
 """The CPU kernels, which the folders of all releases share."""
-CUDA_LIBRARY = PREFIX / "lib" / "libattnpack_cuda.so"
+CUDA_PACKAGE = f"attnpack_cu{torch.version.cuda.partition('.')[0]}" if torch and torch.version.cuda else ""
+"""The package that a wheel apart has for this torch's CUDA: attnpack-cu13 for CUDA 13."""
+
+
+def _find_cuda_library() -> Path:
+    """Beside libattnpack in a build with CUDA, else in the package of a wheel apart."""
+    beside = PREFIX / "lib" / "libattnpack_cuda.so"
+    apart = importlib.util.find_spec(CUDA_PACKAGE) if CUDA_PACKAGE and not beside.exists() else None
+    return Path(apart.origin).parent / "lib" / beside.name if apart else beside
+
+
+CUDA_LIBRARY = _find_cuda_library()
 _AGAIN = "build it again: run `pip install .` in attnpack's source folder"
 
 
@@ -117,5 +129,6 @@ def why_no_cuda() -> str:
     """The reason why `load_cuda` loads nothing."""
     if torch.version.cuda is None:
         return "this torch has no CUDA"
-    built = "did not load" if CUDA_LIBRARY.exists() else "not built"
+    lacks = f"not in this wheel, but in that of `bash scripts/wheel.sh --cuda`, {CUDA_PACKAGE.replace('_', '-')}"
+    built = "did not load" if CUDA_LIBRARY.exists() else lacks if IN_WHEEL else "not built"
     return f"{built}; CUDA tensors run through ATen"

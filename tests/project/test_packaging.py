@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import sys
@@ -65,6 +66,14 @@ def test_wheel_passes_its_check(wheel):
     assert wheel_parts.check(next(wheel.parent.glob("*.whl")), [TORCH_DIR]) == []
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="old_glibc.cpp is for x86-64")
+def test_the_wheel_loads_on_the_linux_of_torchs_wheels(wheel):
+    """manylinux_2_28: cmake/old_glibc.cpp has a function for each name that this machine's glibc has anew."""
+    for library in wheel.rglob("*.so"):
+        asked = re.findall(r" U (\S+)@GLIBC_2\.(\d+)", run_program("nm", "-D", library).stdout)
+        assert asked and not [name for name, minor in asked if int(minor) > 28], library
+
+
 def test_the_check_of_a_wheel_finds_what_is_wrong(wheel, prefix, tmp_path):
     """Against a torch without symbols, with a RUNPATH of this machine, a lost part and a folder's name."""
     bad = tmp_path / "bad"
@@ -107,6 +116,25 @@ def test_wheels_for_several_torches_are_joined(wheel, tmp_path):
     stopped = run_python("import attnpack", first=site)
     wanted = f"this wheel of attnpack has native code for torch 2.11, but this is torch {torch.__version__}: run "
     assert stopped.returncode == 1 and wanted in stopped.stderr.splitlines()[-1]
+
+
+@needs("nvcc")
+def test_cuda_kernels_are_a_wheel_apart(wheel, tmp_path, monkeypatch):
+    """attnpack-cu13 for CUDA 13 has the library only, asks for this attnpack, and _load finds it by torch's CUDA."""
+    library = tmp_path / "libattnpack_cuda.so"
+    library.write_text("the kernels")
+    packed = wheel_parts.cuda(tmp_path / "packed", library)
+    major = re.fullmatch(rf"attnpack_cu(\d+)-{attnpack.__version__}-py3-none-linux_\w+\.whl", packed.name)[1]
+    site, package = tmp_path / "site", f"attnpack_cu{major}"
+    zipfile.ZipFile(packed).extractall(site)
+    assert f"\nRequires-Dist: attnpack=={attnpack.__version__}\n" in next(site.glob("*.dist-info/METADATA")).read_text()
+    assert "the kernels" not in [file.read_text() for file in wheel.rglob("libattnpack_cuda*")]
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(_load, "PREFIX", tmp_path / "none")
+    monkeypatch.setattr(_load, "CUDA_PACKAGE", "")
+    assert _load._find_cuda_library() == tmp_path / "none/lib" / library.name
+    monkeypatch.setattr(_load, "CUDA_PACKAGE", package)
+    assert _load._find_cuda_library() == site / package / "lib" / library.name
 
 
 @pytest.mark.parametrize(
