@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/kv_cache.h>
@@ -34,7 +35,7 @@ Tensor copy_lengths(const Tensor& lengths) {
   if (!lengths.is_cpu() || lengths.scalar_type() != at::kLong || !lengths.is_contiguous() ||
       at::isTensorSubclassLike(lengths))
     return lengths.clone();
-  const Tensor copy = at::empty(lengths.sizes(), lengths.options());
+  const Tensor copy = empty_result(lengths.sizes(), lengths.options());
   std::copy_n(lengths.const_data_ptr<int64_t>(), lengths.numel(), copy.mutable_data_ptr<int64_t>());
   return copy;
 }

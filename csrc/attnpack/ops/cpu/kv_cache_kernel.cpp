@@ -8,6 +8,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/rope_rows.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/threads/threads.h>
 
@@ -101,7 +102,7 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
                                    const std::optional<Tensor>& dropped) {
   const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit, dropped);
   check_rotated(query, key, inv_freq);
-  const Tensor rotated = at::empty_like(query);
+  const Tensor rotated = empty_result_like(query);
   const int64_t new_positions = key.size(2), half = static_cast<int64_t>(inv_freq.size());
   const int64_t grain = 16384 / std::max<int64_t>(1, (query.size(1) + key.size(1)) * key.size(3)) + 1;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, key.scalar_type(), "kv_cache_append_rotated_", [&] {

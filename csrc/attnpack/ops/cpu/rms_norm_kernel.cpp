@@ -3,6 +3,7 @@
 
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/threads/threads.h>
 
@@ -22,7 +23,7 @@ bool fits(const Tensor& x, const Tensor& weight) {
 
 // The norm of x, or of sum = x + added, both contiguous.
 Tensor normalised(const Tensor& x, const Tensor& weight, double eps, const Tensor* added, const Tensor* sum) {
-  const Tensor out = at::empty(x.sizes(), x.options()), from = x.contiguous(), factors = weight.contiguous();
+  const Tensor out = empty_result(x.sizes(), x.options()), from = x.contiguous(), factors = weight.contiguous();
   RmsNormParams p{};
   if (added) {
     p.added = added->const_data_ptr();
@@ -48,7 +49,7 @@ Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
 std::tuple<Tensor, Tensor> add_rms_norm_cpu(const Tensor& x, const Tensor& added, const Tensor& weight, double eps) {
   if (!fits(x, weight) || added.sizes() != x.sizes() || added.scalar_type() != x.scalar_type())
     return add_rms_norm_formula(x, added, weight, eps);
-  const Tensor more = added.contiguous(), sum = at::empty(x.sizes(), x.options());
+  const Tensor more = added.contiguous(), sum = empty_result(x.sizes(), x.options());
   const Tensor out = normalised(x, weight, eps, &more, &sum);
   return {sum, out};
 }

@@ -5,6 +5,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/detail/stored_layout.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/stored_linear.h>
@@ -90,7 +91,7 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
   const int64_t step = stored_outputs_of_unit(outputs);
   for (size_t i = 0; i < weights.size(); ++i) {
     shape.back() = weights[i].size(0);
-    outs.push_back(at::empty(shape, input.options()));
+    outs.push_back(empty_result(shape, input.options()));
     StoredLayer& layer = layers.emplace_back();
     layer.weight = with_whole_rows(weights[i]);
     StoredLinearParams& p = layer.params;

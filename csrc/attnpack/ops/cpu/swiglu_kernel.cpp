@@ -3,6 +3,7 @@
 
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/swiglu.h>
 #include <attnpack/threads/threads.h>
@@ -19,7 +20,7 @@ Tensor swiglu_cpu(const Tensor& gate, const Tensor& up) {
   const auto dtype = gate.scalar_type();
   if (!is_element(dtype) || up.scalar_type() != dtype || gate.sizes() != up.sizes() || gate.numel() == 0)
     return swiglu_formula(gate, up);
-  const Tensor g = gate.contiguous(), u = up.contiguous(), out = at::empty(gate.sizes(), gate.options());
+  const Tensor g = gate.contiguous(), u = up.contiguous(), out = empty_result(gate.sizes(), gate.options());
   SwigluParams p{};
   p.dtype = kernel_dtype(dtype);
   p.gate = g.const_data_ptr();

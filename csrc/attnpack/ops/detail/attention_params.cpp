@@ -4,6 +4,7 @@
 #include <attnpack/core/dropout.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/contiguous_rows.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/detail/extremes.h>
 
 namespace attnpack {
@@ -99,9 +100,12 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
 
 AttentionResult make_outputs(PreparedAttention& prepared, const Tensor& query) {
   AttentionParams& p = prepared.params;
-  const Tensor out = empty_laid_as(query, {p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options());
+  // In the layout of empty_laid_as.
+  const Tensor out = query.is_contiguous()
+                         ? empty_result({p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options())
+                         : empty_result({p.batch, p.q_len, p.num_heads, p.v_head_dim}, query.options()).transpose(1, 2);
   const Tensor lse =
-      at::empty({p.batch, p.num_heads, p.q_len}, query.options().dtype(accumulation_type(query.scalar_type())));
+      empty_result({p.batch, p.num_heads, p.q_len}, query.options().dtype(accumulation_type(query.scalar_type())));
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.lse = lse.mutable_data_ptr();

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/empty_result.h>
 #include <attnpack/ops/detail/linear_params.h>
 #include <attnpack/ops/linear.h>
 
@@ -21,7 +22,7 @@ PreparedLinear prepare_linear(const Tensor& input, const Tensor& weight, const s
   auto shape = input.sizes().vec();
   shape.back() = weight.size(0);
   r.rows = input.contiguous();
-  r.out = at::empty(shape, input.options());
+  r.out = empty_result(shape, input.options());
   p.rows = input.numel() / weight.size(1);
   p.inputs = weight.size(1);
   p.outputs = weight.size(0);
