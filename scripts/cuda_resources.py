@@ -20,9 +20,7 @@ ENTRY = re.compile(
 
 LIMITS = {
     r"forward_sm90_kernel<\w+, \d+, \d+, 0>": 1600,  # with rules: faster than the kernels of all devices all the same
-    r"forward_sm90_kernel<\w+, 256, 256, 1>": 340,
-    r"key_gradient_kernel": 350,
-    r"latent_sm90_kernel": 500,
+    r"key_gradient_kernel": 280,
 }
 
 

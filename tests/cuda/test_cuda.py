@@ -94,7 +94,7 @@ HAS_SM90 = torch.cuda.get_device_capability() == (9, 0) and os.environ.get("ATTN
     "kernels, heads, lengths, dims",
     [
         (("decode_kernel", "merge_kernel"), (8, 2), (1, 5000), (128, 128)),
-        (("prefill_kernel", "gradient_mma_kernel"), (8, 2), (300, 300), (128, 128)),
+        (("prefill_kernel", "gradient_mma_kernel", "sum_gradient_kernel"), (8, 2), (300, 300), (128, 128)),
         (("latent_kernel",), (16, 1), (1, 300), (576, 512)),
         (("exact_kernel",), (2, 2), (20, 30), (40, 20)),
     ],

@@ -30,16 +30,19 @@ template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kPla
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
 template __global__ void forward<WarpgroupForward<BFloat16, 128, 128, Scores::kPlain>>(
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
+template __global__ void forward<WarpgroupForward<BFloat16, 256, 256, Scores::kPlain>>(
+    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
 __global__ void __launch_bounds__(384, 1)
-    query_gradient(ATTNPACK_CONSTANT AttentionBackwardParams bp, ATTNPACK_CONSTANT BackwardPlan plan, ATTNPACK_MAPS) {
+    query_gradient(ATTNPACK_CONSTANT AttentionBackwardParams bp, ATTNPACK_CONSTANT BackwardPlan plan, ATTNPACK_MAPS,
+                   void* workspace) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  query_gradient_sm90_block<BFloat16, 128>(bp, plan, a, b, blockIdx.x, shared);
+  query_gradient_sm90_block<BFloat16, 128>(bp, plan, a, b, workspace, blockIdx.x, shared);
 }
 __global__ void __launch_bounds__(384, 1)
     key_gradient(ATTNPACK_CONSTANT AttentionBackwardParams bp, ATTNPACK_CONSTANT BackwardPlan plan, ATTNPACK_MAPS,
-                 ATTNPACK_CONSTANT TileMap c, ATTNPACK_CONSTANT TileMap d) {
+                 ATTNPACK_CONSTANT TileMap c, ATTNPACK_CONSTANT TileMap d, void* workspace) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  key_gradient_sm90_block<BFloat16, 128>(bp, plan, a, b, c, d, blockIdx.x, shared);
+  key_gradient_sm90_block<BFloat16, 128>(bp, plan, a, b, c, d, workspace, blockIdx.x, shared);
 }
 }
 """
@@ -118,6 +121,17 @@ def test_the_softmax_runs_beside_the_values_of_the_step_before(width, products, 
 
 @nvcc
 @pytest.mark.long
+def test_wide_outputs_are_rescaled_between_the_products_of_a_step(compiled):
+    loop = inner_loop(kernel_named(compiled[0], "forward", "Li256ELi256E"), 16 + 4)
+    assert outline(loop) == ["WAIT<0>", "HGMMA", "WAIT<1>", "EX2"]
+    products = [i for i, (_, name, _) in enumerate(loop) if name.startswith("HGMMA")]
+    between = [name for _, name, _ in loop[products[0] : products[-1]]]
+    assert between.count("FMUL") >= 128  # a lane's numbers of 64 rows of 256
+    assert not any(name.startswith("BAR") for name in between)  # no turns
+
+
+@nvcc
+@pytest.mark.long
 def test_the_weights_run_beside_the_query_gradient_of_the_step_before(compiled):
     loop = inner_loop(kernel_named(compiled[0], "query_gradient"), 8 + 8 + 4)
     assert outline(loop) == ["WAIT<0>", "HGMMA", "WAIT<1>", "EX2"]
@@ -138,6 +152,9 @@ def test_plain_loops_hold_no_memory_of_a_thread_s_own(compiled):
     for words, products in (
         (("forward", "Li64ELi64E"), 12),
         (("forward", "Li128ELi128E"), 16),
+        (("forward", "Li256ELi256E"), 20),
+        (("query_gradient",), 20),
+        (("key_gradient",), 24),
     ):
         loop = inner_loop(kernel_named(compiled[0], *words), products)
         assert not [text for _, name, text in loop if name.startswith(("LDL", "STL"))], words

@@ -41,7 +41,7 @@ extern "C" const char* __tsan_default_options() {
 
 namespace {
 
-constexpr Device kSmall{2, 227 * 1024}, kSm90{1, 227 * 1024, true};
+constexpr Device kSmall{2, 227 * 1024}, kSm90{1, 227 * 1024, true}, kManySm90{132, 227 * 1024, true};
 
 template <class S>
 void attend(const Shape& shape, const Settings& on, const Device& device = kSmall) {
@@ -59,7 +59,7 @@ void differentiate(const Shape& shape, const Settings& on, const Device& device 
   x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
   if (!device.sm90) x.bp.grad_scores = x.grad_scores.data();
   x.bp.delta = x.delta.data();
-  run_backward<S>(x.bp, plan_backward(x.bp, x.most_group, device), 2);
+  run_backward_guarded<S>(x.bp, plan_backward(x.bp, x.most_group, device), 2);
 }
 
 void attend_pages() {
@@ -201,6 +201,8 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"backward on sm_90, NaN once",
      [] { differentiate<BFloat16>({1, 1, 1, 60, 70, 64, 64}, {.causal = true}, kSm90, true); }},
     {"backward on sm_90, no NaN", [] { differentiate<BFloat16>({1, 1, 1, 140, 150, 64, 64}, {}, kSm90); }},
+    {"backward on sm_90 in parts",
+     [] { differentiate<BFloat16>({1, 1, 3, 180, 70, 64, 64}, {.causal = true, .poison = true}, kManySm90, true); }},
     {"exact backward", [] { differentiate<float>({1, 1, 1, 40, 40, 40, 40}, {.causal = true}); }},
     {"exact backward, head_dim 0", [] { differentiate<float>({1, 1, 1, 40, 40, 0, 0}, {.causal = true}); }},
     {"append and rotate", place},

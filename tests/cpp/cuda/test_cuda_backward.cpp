@@ -73,14 +73,17 @@ struct Gradients {
 
 enum class On { kExact, kTensorCores, kSm90 };
 
+// On a device of so many multiprocessors, which decide into how many parts sums are cut.
 template <class S>
-void run(Problem<S>& x, int seed, On on) {
+void run(Problem<S>& x, int seed, On on, int64_t multiprocessors = kDevice.multiprocessors) {
   Device device = kDevice;
   device.sm90 = on == On::kSm90;
+  device.multiprocessors = multiprocessors;
   const BackwardPlan plan = plan_backward(x.bp, x.most_group, device);
+  if (multiprocessors > kDevice.multiprocessors) CHECK(std::max(plan.of_rows.parts, plan.of_keys.parts) > 1);
   CHECK((plan.width > 0) == (on != On::kExact));
   CHECK(plan.sm90 == (on == On::kSm90));
-  run_backward<S>(x.bp, plan, seed);
+  run_backward_guarded<S>(x.bp, plan, seed);
 }
 
 // Weights and results are rounded to the storage type, by up to two units each. fp32 and fp64 see the error of long
@@ -119,12 +122,13 @@ void prepare(Problem<S>& x, On on) {
 }
 
 template <class S>
-void check(const Shape& shape, const Settings& on, int seed, On kernel = On::kExact) {
+void check(const Shape& shape, const Settings& on, int seed, On kernel = On::kExact,
+           int64_t multiprocessors = kDevice.multiprocessors) {
   CAPTURE(seed);
   Problem<S> x(shape, on, seed);
   prepare(x, kernel);
   const Gradients<S> truth(x);
-  run(x, seed, kernel);
+  run(x, seed, kernel, multiprocessors);
   compare(x.grad_query, truth.query, shape.batch);
   compare(x.grad_key, truth.key, shape.batch);
   compare(x.grad_value, truth.value, shape.batch);
@@ -138,7 +142,8 @@ void check(const Shape& shape, const Settings& on, int seed, On kernel = On::kEx
 // No bit changes with the contents of keys that a row may not see, nor, with poisoned rows, with the contents of rows
 // that may not see a key.
 template <class S>
-void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = false, On kernel = On::kTensorCores) {
+void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = false, On kernel = On::kTensorCores,
+                int64_t multiprocessors = kDevice.multiprocessors) {
   Problem<S> clean(shape, on, seed);
   on.poison = !poisoned_rows;
   Problem<S> poisoned(shape, on, seed);
@@ -149,8 +154,8 @@ void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = 
   prepare(clean, kernel);
   prepare(poisoned, kernel);
   const Gradients<S> of_clean(clean), truth(poisoned);
-  run(clean, seed, kernel);
-  run(poisoned, seed + 1, kernel);
+  run(clean, seed, kernel, multiprocessors);
+  run(poisoned, seed + 1, kernel, multiprocessors);
   const auto same = [&](Tensor4<S>& a, Tensor4<S>& b, const Matrix& wanted) {
     int64_t finite = 0, wrong = 0, n = 0;
     for (int64_t i = 0; i < shape.batch; ++i)
@@ -232,6 +237,22 @@ TEST_CASE("backward on sm_90") {
   check_bits<BFloat16>({2, 1, 2, 70, 150, 64, 64}, {.lens = true}, ++seed, false, On::kSm90);
   check_bits<Float16>({1, 1, 1, 70, 130, 128, 64}, {.window = true}, ++seed, true, On::kSm90);
   check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, ++seed, true, On::kSm90);
+}
+
+TEST_CASE("gradients whose sums are cut into parts") {
+  constexpr int64_t kMany = 132;
+  int seed = 670;
+  // Three parts of the rows, which begin and end between the query heads' steps; then three parts of the keys.
+  for (const On kernel : {On::kTensorCores, On::kSm90}) {
+    for (const Settings& on : {grid()[0], grid()[1], grid()[7]})
+      check<BFloat16>({1, kv_heads_of(on), 3, 270, 70, 64, 40}, on, ++seed, kernel, kMany);
+    for (const Settings& on : {grid()[2], grid()[3]})
+      check<Float16>({2, kv_heads_of(on), 2, 30, 770, 64, 64}, on, ++seed, kernel, kMany);
+    check_bits<BFloat16>({1, 1, 1, 40, 530, 64, 64}, {.lens = true}, ++seed, false, kernel, kMany);
+    check_bits<Float16>({1, 1, 2, 270, 70, 64, 40}, {.causal = true}, ++seed, true, kernel, kMany);
+  }
+  check<BFloat16>({1, 1, 1, 20, 300, 192, 128}, {.causal = true, .poison = true}, ++seed, On::kTensorCores, kMany);
+  check<BFloat16>({1, 1, 2, 140, 530, 64, 64}, {.softcap = true, .float_mask = true}, ++seed, On::kTensorCores, kMany);
 }
 
 // lse may come from another kernel's forward pass, and the roundings of huge scores differ by more than 1.

@@ -9,6 +9,7 @@
 #include <attnpack/ops/cuda/kernels/exact.cuh>
 #include <attnpack/ops/cuda/kernels/forward_latent.cuh>
 #include <attnpack/ops/cuda/kernels/forward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/gradient_parts.cuh>
 
 // The arithmetic on indices of the CUDA kernels, against brute force.
 using namespace attnpack;
@@ -116,6 +117,60 @@ TEST_CASE("splits cover every key once and follow only shapes") {
   CHECK(parts_of_keys(1, 264, 1000) == 8);
   CHECK(parts_of_keys(8, 264, 128) == 1);
   CHECK(parts_of_keys(8, 132, 58254) == 16);
+}
+
+TEST_CASE("gradients are cut into parts where owners are few") {
+  alignas(16) char memory[16] = {};
+  const auto plan_of = [&](int64_t num_heads, int64_t num_kv_heads, int64_t length, bool sm90) {
+    AttentionParams p{};
+    p.batch = 1;
+    p.num_heads = num_heads;
+    p.num_kv_heads = num_kv_heads;
+    p.q_len = p.kv_len = length;
+    p.head_dim = p.v_head_dim = 128;
+    p.dtype = DType::kBFloat16;
+    p.scale = 1;
+    p.query = p.key = p.value = p.out = memory;
+    p.query_strides = p.key_strides = p.value_strides = {0, length * 128, 128, 1};
+    AttentionBackwardParams bp{p};
+    bp.grad_out = bp.grad_query = bp.grad_key = bp.grad_value = memory;
+    bp.grad_out_strides = bp.grad_query_strides = bp.grad_key_strides = bp.grad_value_strides = p.query_strides;
+    const BackwardPlan plan = plan_backward(bp, num_heads / num_kv_heads, {132, 227 * 1024, sm90});
+    CHECK(plan.sm90 == sm90);
+    return plan;
+  };
+  // By arithmetic, for 132 places. 32 blocks of 128 keys with 128 steps each: 4 parts. 64 blocks of 16 steps: 2 parts,
+  // of keys and of rows. 512 blocks: none.
+  const BackwardPlan few_heads = plan_of(8, 2, 2048, true), brief = plan_of(8, 8, 1024, true);
+  CHECK(few_heads.of_keys.parts == 4);
+  CHECK(few_heads.of_keys.blocks == 128);
+  CHECK(few_heads.of_rows.parts == 1);
+  CHECK(few_heads.workspace_bytes == int64_t{2} * 4 * 2048 * (128 + 128) * 4);
+  CHECK(brief.of_keys.parts == 2);
+  CHECK(brief.of_rows.parts == 2);
+  CHECK(plan_of(32, 8, 8192, true).workspace_bytes == 0);
+  // Blocks of 64 owners, of which 264 run at once.
+  CHECK(plan_of(8, 2, 2048, false).of_keys.parts == 4);
+  CHECK(plan_of(32, 8, 8192, false).workspace_bytes == 0);
+}
+
+TEST_CASE("the parts of a tile's others are whole steps and cover each once") {
+  int64_t wrong = 0;
+  for (const int64_t begin : {0, 5, 64, 130})
+    for (const int64_t length : {0, 1, 64, 65, 300, 1000})
+      for (const int64_t step : {16, 64})
+        for (int64_t parts = 1; parts <= 7; ++parts) {
+          const Range others = length ? Range{begin, begin + length} : Range{0, 0};
+          const int64_t first = others.begin / step * step;
+          std::vector<int> seen(others.end);
+          for (int64_t part = 0; part < parts; ++part) {
+            const Range mine = others_of_part(others, first, step, parts, part);
+            if (mine.begin > others.begin) wrong += (mine.begin - first) % step != 0;
+            for (int64_t other = mine.begin; other < mine.end; ++other) ++seen[other];
+          }
+          for (int64_t other = 0; other < others.end; ++other) wrong += seen[other] != (other >= others.begin);
+        }
+  CHECK(wrong == 0);
 }
 
 TEST_CASE("each block has a tile of its own, and the longest ones of a section's heads come first") {

@@ -85,33 +85,40 @@ void run_gradient_exactly(const AttentionBackwardParams& bp, int64_t most_group,
                              [&](int64_t i, void* shared) { backward_block<Of, S, A>(bp, most_group, i, shared); });
 }
 template <Gradient Of, int Width, class S>
-void run_gradient(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
-  const int64_t blocks = bp.forward.batch * bp.forward.num_kv_heads * backward_tiles(bp.forward, plan, Of);
-  run_tiles<BackwardTile<S, Of, Width>>(blocks, backward_shared_bytes(Width), seed, [&](int64_t i, void* shared) {
-    backward_mma_block<S, Of, Width>(bp, plan, i, shared);
-  });
+void run_gradient(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
+  run_tiles<BackwardTile<S, Of, Width>>(
+      plan.of(Of).blocks, backward_shared_bytes(Width), seed,
+      [&](int64_t i, void* shared) { backward_mma_block<S, Of, Width>(bp, plan, workspace, i, shared); });
 }
 template <int Width, class S>
-void run_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
-  run_gradient<Gradient::kQuery, Width, S>(bp, plan, seed);
+void run_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
+  run_gradient<Gradient::kQuery, Width, S>(bp, plan, workspace, seed);
+  run_sums<Gradient::kQuery, S>(bp, plan, workspace, seed);
   if constexpr (Width <= 128) {
-    run_gradient<Gradient::kKeyAndValue, Width, S>(bp, plan, seed);
+    run_gradient<Gradient::kKeyAndValue, Width, S>(bp, plan, workspace, seed);
   } else {
-    run_gradient<Gradient::kKey, Width, S>(bp, plan, seed);
-    run_gradient<Gradient::kValue, Width, S>(bp, plan, seed);
+    run_gradient<Gradient::kKey, Width, S>(bp, plan, workspace, seed);
+    run_gradient<Gradient::kValue, Width, S>(bp, plan, workspace, seed);
   }
+  run_sums<Gradient::kKeyAndValue, S>(bp, plan, workspace, seed);
 }
 template <class S>
-void run_backward(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+void run_backward(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
   if constexpr (sizeof(S) == 2) {
-    if (plan.sm90) return run_backward_sm90<S>(bp, plan, seed);
-    if (plan.width == 64) return run_gradients<64, S>(bp, plan, seed);
-    if (plan.width == 128) return run_gradients<128, S>(bp, plan, seed);
-    if (plan.width == 256) return run_gradients<256, S>(bp, plan, seed);
+    if (plan.sm90) return run_backward_sm90<S>(bp, plan, workspace, seed);
+    if (plan.width == 64) return run_gradients<64, S>(bp, plan, workspace, seed);
+    if (plan.width == 128) return run_gradients<128, S>(bp, plan, workspace, seed);
+    if (plan.width == 256) return run_gradients<256, S>(bp, plan, workspace, seed);
   }
   run_gradient_exactly<Gradient::kQuery, S>(bp, plan.most_group, seed);
   run_gradient_exactly<Gradient::kKey, S>(bp, plan.most_group, seed);
   run_gradient_exactly<Gradient::kValue, S>(bp, plan.most_group, seed);
+}
+template <class S>
+void run_backward_guarded(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+  Guarded workspace(plan.workspace_bytes);
+  std::memset(workspace.data(), 0xff, workspace.bytes());
+  run_backward<S>(bp, plan, workspace.data(), seed);
 }
 
 }  // namespace attnpack::cuda

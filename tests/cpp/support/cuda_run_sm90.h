@@ -54,7 +54,7 @@ void run_latent_sm90(const AttentionParams& p, const ForwardPlan& plan, void* wo
 }
 
 template <class S, int Width>
-void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
   using Rows = WarpgroupQueryGradient<S, Width>;
   using Keys = WarpgroupKeyGradient<S, Width>;
   const AttentionParams& p = bp.forward;
@@ -64,18 +64,19 @@ void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& p
                     emulated_map(p.query, p.query_strides, p.batch, p.num_heads, p.q_len, p.head_dim, Keys::kStep),
                 outs = emulated_map(bp.grad_out, bp.grad_out_strides, p.batch, p.num_heads, p.q_len, p.v_head_dim,
                                     Keys::kStep);
-  run_tiles<Rows>(backward_blocks_sm90(p, plan, Gradient::kQuery), backward_shared_bytes_sm90(Width), seed,
-                  [&](int64_t i, void* shared) {
-                    query_gradient_sm90_block<S, Width>(bp, plan, steps_of_keys, steps_of_values, i, shared);
-                  });
-  run_tiles<Keys>(backward_blocks_sm90(p, plan, Gradient::kKeyAndValue), backward_shared_bytes_sm90(Width), seed,
-                  [&](int64_t i, void* shared) {
-                    key_gradient_sm90_block<S, Width>(bp, plan, keys, values, queries, outs, i, shared);
-                  });
+  run_tiles<Rows>(plan.of_rows.blocks, backward_shared_bytes_sm90(Width), seed, [&](int64_t i, void* shared) {
+    query_gradient_sm90_block<S, Width>(bp, plan, steps_of_keys, steps_of_values, workspace, i, shared);
+  });
+  run_sums<Gradient::kQuery, S>(bp, plan, workspace, seed);
+  run_tiles<Keys>(plan.of_keys.blocks, backward_shared_bytes_sm90(Width), seed, [&](int64_t i, void* shared) {
+    key_gradient_sm90_block<S, Width>(bp, plan, keys, values, queries, outs, workspace, i, shared);
+  });
+  run_sums<Gradient::kKeyAndValue, S>(bp, plan, workspace, seed);
 }
 template <class S>
-void run_backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
-  plan.width == 64 ? run_gradients_sm90<S, 64>(bp, plan, seed) : run_gradients_sm90<S, 128>(bp, plan, seed);
+void run_backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
+  plan.width == 64 ? run_gradients_sm90<S, 64>(bp, plan, workspace, seed)
+                   : run_gradients_sm90<S, 128>(bp, plan, workspace, seed);
 }
 
 }  // namespace attnpack::cuda

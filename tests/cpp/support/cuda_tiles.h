@@ -2,6 +2,7 @@
 
 #include "cuda_emulator.h"
 
+#include <attnpack/ops/cuda/kernels/gradient_parts.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
 
 // Include catch.h first, or define CHECK.
@@ -22,6 +23,13 @@ void run_merge(const AttentionParams& p, const ForwardPlan& plan, void* workspac
   run_blocks<MergeShared<A>>(merge_blocks(p, plan), kMergeThreads, seed, [&](int64_t i, void* shared) {
     merge_parts<S, A>(p, plan, workspace, i, *static_cast<MergeShared<A>*>(shared));
   });
+}
+
+template <Gradient Of, class S>
+void run_sums(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
+  if (plan.of(Of).parts == 1) return;
+  run_blocks<char>(bp.forward.batch * bp.forward.num_kv_heads * sum_blocks_of_head(plan.of(Of)), kSumThreads, seed,
+                   [&](int64_t i, void*) { sum_gradient_parts<Of, S>(bp, plan, workspace, i); });
 }
 
 }  // namespace attnpack::cuda

@@ -36,10 +36,14 @@ inline const char* emulated_forward(const AttentionParams& p, const ForwardPlan&
   with_emulated_storage(p.dtype, [&](auto storage) { run_forward<decltype(storage)>(p, plan, workspace, 7); });
   return nullptr;
 }
-inline const char* emulated_backward(const AttentionBackwardParams& bp, int64_t most_group, int, void*) {
+inline BackwardPlan emulated_plan_backward(const AttentionBackwardParams& bp, int64_t most_group, int) {
+  return plan_backward(bp, most_group, emulated_device());
+}
+inline const char* emulated_backward(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, int,
+                                     void*) {
   launches() += 3;
-  const BackwardPlan plan = plan_backward(bp, most_group, emulated_device());
-  with_emulated_storage(bp.forward.dtype, [&](auto storage) { run_backward<decltype(storage)>(bp, plan, 6); });
+  with_emulated_storage(bp.forward.dtype,
+                        [&](auto storage) { run_backward<decltype(storage)>(bp, plan, workspace, 6); });
   return nullptr;
 }
 inline bool emulated_reads_source(const AttentionParams& p, int64_t most_group, int) {
@@ -85,6 +89,7 @@ class EmulatedKernels {
                                         emulated_plan,
                                         emulated_forward,
                                         emulated_reads_source,
+                                        emulated_plan_backward,
                                         emulated_backward,
                                         emulated_place,
                                         emulated_quantize,

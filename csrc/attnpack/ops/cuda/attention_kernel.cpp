@@ -86,7 +86,9 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
   const CudaAttention call = prepare_cuda_attention(query, key, value, args);
   PreparedBackward r = prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
   cuda::drop_unused_strides(r.params);
-  check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
+  const cuda::BackwardPlan plan = kernels->plan_backward(r.params, call.most_group, target.device());
+  const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
+  check_launch(kernels->backward(r.params, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());
   if (sinks_gradient)

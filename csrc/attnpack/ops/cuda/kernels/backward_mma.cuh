@@ -1,13 +1,14 @@
 #pragma once
 
 #include <attnpack/ops/cuda/kernels/exact.cuh>
+#include <attnpack/ops/cuda/kernels/gradient_parts.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
 #include <attnpack/ops/cuda/kernels/tiles.cuh>
 
 // Backward on tensor cores (FlashAttention-2, Dao 2023, section 3.1.2), with the formulas and the form of
 // backward_exact.cuh. The owners of a block, 16 rows or keys per warp, gather from all the others that see them or that
-// they see. No sum is shared between blocks. With X the owners and Y the others ([Q, dO] and [K, V], or the other way
-// round), a step forms
+// they see. No sum is shared between blocks; several may each have a part of the others. With X the owners and Y the
+// others ([Q, dO] and [K, V], or the other way round), a step forms
 //   S = X0 Y0^T,  dP = X1 Y1^T,  then from P and dS:  sum0 += dS Y0 (dQ or dK),  sum1 += P Y1 (dV).
 namespace attnpack::cuda {
 
@@ -60,17 +61,25 @@ class BackwardTile {
     RowTable rows[kOwnsRows ? 1 : 2];
   };
 
-  ATTNPACK_DEVICE BackwardTile(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
-                               Shared& shared)
-      : bp_(bp), p_(bp.forward), shared_(shared), lane_(thread_id() % kWarp), warp_(thread_id() / kWarp) {
-    const OwnersPlace at = place_of_owners(p_, plan, Of, backward_tiles(p_, plan, Of), kTileOwners, block);
+  ATTNPACK_DEVICE BackwardTile(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace,
+                               int64_t block, Shared& shared)
+      : bp_(bp),
+        p_(bp.forward),
+        plan_(plan),
+        workspace_(workspace),
+        shared_(shared),
+        lane_(thread_id() % kWarp),
+        warp_(thread_id() / kWarp) {
+    const OwnersPlace at = place_of_owners(p_, plan, Of, kTileOwners, block);
     b_ = at.batch;
     kv_head_ = at.kv_head;
+    part_ = at.part;
     first_ = at.first;
     const int64_t left = (kOwnsRows ? group_size(p_, kv_head_) * p_.q_len : p_.kv_len) - first_;
     count_ = left < kTileOwners ? static_cast<int>(left) : kTileOwners;
     others_ = kOwnsRows ? hull(p_, b_, kv_head_, first_, kTileOwners)
                         : rows_that_see(p_, b_, kv_head_, {first_, first_ + kTileOwners});
+    others_ = others_of_part(others_, others_.begin / kStep * kStep, kStep, plan.of(Of).parts, part_);
   }
 
   ATTNPACK_DEVICE void compute_gradients() {
@@ -298,21 +307,29 @@ class BackwardTile {
                    KeySeenByRow{&p_, b_, kv_head_, first_});
       }
     }
-    bool broken = false;
-    for (int owner = 16 * warp_; owner < end; ++owner)
-      for (int64_t c = lane_; c < width; c += kWarp) {
-        const float x = shared_.sum[owner * kSumStride + c];
-        broken |= !is_finite(x);
-        narrow(x, const_cast<S*>(out(owner)) + c);
-      }
-    return broken;
+    const auto write = [&](const auto& to) {
+      bool broken = false;
+      for (int owner = 16 * warp_; owner < end; ++owner)
+        for (int64_t c = lane_; c < width; c += kWarp) {
+          const float x = shared_.sum[owner * kSumStride + c];
+          broken |= !is_finite(x);
+          narrow(x, to(owner) + c);
+        }
+      return broken;
+    };
+    if (plan_.of(Of).parts == 1) return write([&](int owner) { return const_cast<S*>(out(owner)); });
+    const OwnersPlace at{static_cast<int32_t>(b_), static_cast<int32_t>(kv_head_), part_, first_};
+    return write(partial_rows(p_, plan_, Of, workspace_, at, of_values ? p_.head_dim : 0));
   }
 
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
+  const BackwardPlan& plan_;
+  void* const workspace_;
   Shared& shared_;
   const int lane_, warp_;
   int count_;  // how many owners there are
+  int32_t part_;
   int64_t b_, kv_head_, first_;
   Range others_;
   uint32_t owner_[2][kKeep ? Width / 16 : 1][4];
@@ -320,10 +337,10 @@ class BackwardTile {
 };
 
 template <class S, Gradient Of, int Width>
-ATTNPACK_DEVICE void backward_mma_block(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
-                                        void* shared) {
+ATTNPACK_DEVICE void backward_mma_block(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace,
+                                        int64_t block, void* shared) {
   using Tile = BackwardTile<S, Of, Width>;
-  Tile(bp, plan, block, *static_cast<typename Tile::Shared*>(shared)).compute_gradients();
+  Tile(bp, plan, workspace, block, *static_cast<typename Tile::Shared*>(shared)).compute_gradients();
 }
 
 }  // namespace attnpack::cuda

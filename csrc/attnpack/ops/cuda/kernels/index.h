@@ -68,19 +68,17 @@ ATTNPACK_HD constexpr HeadPlace place_of_head(int32_t head, int64_t num_kv_heads
   return {head / heads, head % heads};
 }
 
-// Into how many parts the keys of a kv head are cut, by the call's shape and by how many blocks the device runs at
-// once. One part where the blocks fill 80% of a wave. Else the smallest count with which the last block ends at most 5%
-// later than with the best count. A block takes the time of its steps, and of one more for its beginning and end. Parts
-// begin at multiples of kSplitStep.
-constexpr int64_t kMostParts = 128, kSplitStep = 64;
-static inline int64_t parts_of_keys(int64_t blocks, int64_t at_once, int64_t kv_len) {
-  constexpr int64_t kFewestSteps = 2;
-  const int64_t steps = kv_len > kSplitStep ? (kv_len + kSplitStep - 1) / kSplitStep : 1;
-  const int64_t most = steps / kFewestSteps < kMostParts ? steps / kFewestSteps : kMostParts;
+// Into how many parts the steps of a block are cut, by the call's shape and by how many blocks the device runs at once.
+// One part where the blocks fill 80% of a wave. Else the smallest count with which the last block ends at most 5% later
+// than with the best count. A block takes the time of its steps, and of `ends` more for its beginning and end.
+constexpr int64_t kMostParts = 128;
+static inline int64_t parts_of_steps(int64_t blocks, int64_t at_once, int64_t steps, int64_t fewest_steps,
+                                     int64_t ends) {
+  const int64_t most = steps / fewest_steps < kMostParts ? steps / fewest_steps : kMostParts;
   if (most <= 1 || blocks <= 0 || 5 * blocks >= 4 * at_once) return 1;
   const auto end = [&](int64_t parts) {
     const int64_t waves = (blocks * parts + at_once - 1) / at_once;
-    return waves * ((steps + parts - 1) / parts + 1);
+    return waves * ((steps + parts - 1) / parts + ends);
   };
   int64_t best = end(1);
   for (int64_t parts = 2; parts <= most; ++parts) best = end(parts) < best ? end(parts) : best;
@@ -88,6 +86,12 @@ static inline int64_t parts_of_keys(int64_t blocks, int64_t at_once, int64_t kv_
   while (20 * end(parts) > 21 * best) ++parts;
   const int64_t each = (steps + parts - 1) / parts;
   return (steps + each - 1) / each;
+}
+// Forward: parts of the keys of a kv head, which begin at multiples of kSplitStep.
+constexpr int64_t kSplitStep = 64;
+static inline int64_t parts_of_keys(int64_t blocks, int64_t at_once, int64_t kv_len) {
+  const int64_t steps = kv_len > kSplitStep ? (kv_len + kSplitStep - 1) / kSplitStep : 1;
+  return parts_of_steps(blocks, at_once, steps, 2, 1);
 }
 
 }  // namespace attnpack::cuda

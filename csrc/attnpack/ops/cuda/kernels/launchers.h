@@ -16,8 +16,15 @@ const char* forward_from_source(const AttentionParams&, const ForwardPlan&, void
 bool has_sm90_image();  // on the current device
 const char* merge_forward(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* backward_exact(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
-const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, int device, void* stream);
-const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, int device, void* stream);
+const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                         void* stream);
+const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                          void* stream);
+// Add up the parts of a gradient, if there are several.
+const char* sum_query_gradient(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                               void* stream);
+const char* sum_key_gradient(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                             void* stream);
 const char* place(const PlaceParams&, int device, void* stream);
 const char* quantize(const QuantizeParams&, RowsTo, int64_t rows, int device, void* stream);
 const char* rope(const RopeParams&, int device, void* stream);

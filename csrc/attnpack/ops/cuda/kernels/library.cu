@@ -88,16 +88,21 @@ const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* wor
   return error;
 }
 
-const char* backward(const AttentionBackwardParams& bp, int64_t most_group, int device, void* stream) {
-  const BackwardPlan plan = plan_backward(bp, most_group, describe_device(device));
-  return plan.sm90        ? backward_sm90(bp, plan, device, stream)
-         : plan.width > 0 ? backward_mma(bp, plan, device, stream)
-                          : backward_exact(bp, most_group, device, stream);
+BackwardPlan plan_of_backward(const AttentionBackwardParams& bp, int64_t most_group, int device) {
+  return plan_backward(bp, most_group, describe_device(device));
+}
+
+const char* backward(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, int device,
+                     void* stream) {
+  return plan.sm90        ? backward_sm90(bp, plan, workspace, device, stream)
+         : plan.width > 0 ? backward_mma(bp, plan, workspace, device, stream)
+                          : backward_exact(bp, plan.most_group, device, stream);
 }
 
 int capability(int device) { return describe_device(device).capability; }
 
-constexpr CudaKernels kTable{usable, plan, forward, reads_source, backward, place, quantize, rope, linear, capability};
+constexpr CudaKernels kTable{usable, plan,     forward, reads_source, plan_of_backward, backward,
+                             place,  quantize, rope,    linear,       capability};
 [[maybe_unused]] const bool registered = (set_cuda_kernels(&kTable), true);
 
 }  // namespace

@@ -104,13 +104,13 @@ static inline bool is_latent(const AttentionParams& p) {
 static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int64_t width) {
   const int64_t table = tile_rows * kRowBytes;
   if (kernel == ForwardKernel::kLatentSm90)
-    return ((tile_rows + 2 * 64) * width * 2 + tile_rows * 144 + table + 48 + 1023) / 1024 * 1024;
+    return ((tile_rows + 2 * 64) * width * 2 + tile_rows * 144 + table + kUnitBytes + 48 + 1023) / 1024 * 1024;
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112 + table;
   if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table + kUnitBytes;
   if (kernel == ForwardKernel::kSm90) {
     const int64_t keys = width <= 192 ? 128 : 64, values = width == 192 ? 128 : width;
     const int64_t operands = (tile_rows * width + 2 * keys * (width + values)) * 2, end = tile_rows * (values + 10) * 4;
-    return ((operands > end ? operands : end) + table + 80 + 1023) / 1024 * 1024;
+    return ((operands > end ? operands : end) + table + kUnitBytes + 80 + 1023) / 1024 * 1024;
   }
   const int64_t keys = width <= 128 ? 64 : 32, end = tile_rows * (width + 10) * 4;
   const int64_t operands = (tile_rows + 2 * keys) * width * 2;
@@ -217,12 +217,24 @@ enum class Gradient : int32_t { kQuery, kKey, kValue, kKeyAndValue };
 
 constexpr int64_t kBackwardOwners = 64;  // rows or keys of a block on tensor cores
 
+// How one gradient is cut into blocks. The owners are the rows of a kv head, whose others are keys, or its keys, whose
+// others are rows.
+struct GradientPlan {
+  int64_t owners;   // most of a kv head
+  int64_t tiles;    // of a kv head's owners
+  int64_t parts;    // of a tile's others (gradient_parts.cuh)
+  int64_t section;  // heads of a section, each part counted as a head (place_of_block)
+  int64_t blocks;
+};
 struct BackwardPlan {
   int32_t width;       // head dims that the tensor-core kernels have room for: 64, 128, 256; 0: the exact ones
-  int64_t most_group;  // size of the largest group of query heads that share a kv head
   bool sm90;           // whether the kernels of sm90/ take the call
-  // Heads of a section (place_of_block) for blocks of rows, whose others are keys, and for blocks of keys.
-  int64_t section_of_rows, section_of_keys;
+  int64_t most_group;  // size of the largest group of query heads that share a kv head
+  GradientPlan of_rows, of_keys;
+  int64_t workspace_bytes;  // memory for the partial sums of one gradient, if there are several parts
+  ATTNPACK_HD const GradientPlan& of(Gradient gradient) const {
+    return gradient == Gradient::kQuery ? of_rows : of_keys;
+  }
 };
 
 constexpr int64_t backward_step(int64_t width) { return width <= 64 ? 64 : width <= 128 ? 32 : 16; }
@@ -242,57 +254,77 @@ static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t
          aligned(bp.grad_key, bp.grad_key_strides, p.head_dim) &&
          aligned(bp.grad_value, bp.grad_value_strides, p.v_head_dim);
 }
-// How many blocks the backward kernels of sm90/ have, and their shared memory.
-constexpr int64_t kBackwardOwnersSm90 = 128;
+// Owners and steps of the backward kernels of sm90/, and their shared memory.
+constexpr int64_t kBackwardOwnersSm90 = 128, kBackwardStepSm90 = 64;
 // The query gradient uses the keys of a step until the step after it ends. With two stages no load would be under way.
 constexpr int64_t kBackwardStagesSm90 = 3;
-ATTNPACK_HD static inline int64_t backward_tiles_sm90(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
-  const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
-  return (owners + kBackwardOwnersSm90 - 1) / kBackwardOwnersSm90;
-}
-static inline int64_t backward_blocks_sm90(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
-  return p.batch * p.num_kv_heads * backward_tiles_sm90(p, plan, of);
-}
 static inline int64_t backward_shared_bytes_sm90(int64_t width) {
   const auto whole = [](int64_t bytes) { return (bytes + 1023) / 1024 * 1024; };
-  const int64_t operands = (2 * kBackwardOwnersSm90 + 2 * kBackwardStagesSm90 * 64) * width * 2;
-  const int64_t sums = kBackwardOwnersSm90 * (width + 8) * 4;
-  // Then barriers, and after them a table of rows with a flag per stage.
-  return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + 16);
-}
-// How many blocks of owners one kv head has.
-ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
-  const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
-  return (owners + kBackwardOwners - 1) / kBackwardOwners;
+  const int64_t operands = (2 * kBackwardOwnersSm90 + 2 * kBackwardStagesSm90 * kBackwardStepSm90) * width * 2;
+  const int64_t sums = 2 * kBackwardOwnersSm90 * (width + 8) * 4;
+  // Then barriers, and after them a table of rows, a flag per stage and a block's place.
+  return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + 64);
 }
 
 struct OwnersPlace {
-  int32_t batch, kv_head;
+  int32_t batch, kv_head, part;
   int64_t first;
 };
-// The sequence, the kv head and the first owner of a block. The longest tiles come first: with causality the last rows
-// see most keys, and the first keys are seen by most rows.
-ATTNPACK_HD static inline OwnersPlace place_of_owners(const AttentionParams& p, const BackwardPlan& plan, Gradient of,
-                                                      int64_t tiles, int64_t tile_owners, int64_t block) {
-  const bool rows = of == Gradient::kQuery;
-  const BlockPlace at =
-      place_of_block(block, p.batch * p.num_kv_heads, tiles, rows ? plan.section_of_rows : plan.section_of_keys);
-  const HeadPlace head = place_of_head(at.head, p.num_kv_heads);
-  const int64_t tile = rows ? static_cast<int32_t>(tiles) - 1 - at.tile : at.tile;
-  return {head.batch, head.kv_head, tile * tile_owners};
+// The sequence, the kv head, the part of the others and the first owner of a block. The longest tiles come first: with
+// causality the last rows see most keys, and the first keys are seen by most rows.
+ATTNPACK_HD static inline OwnersPlace place_of_owners(const AttentionParams& p, const BackwardPlan& backward,
+                                                      Gradient of, int64_t tile_owners, int64_t block) {
+  const GradientPlan& plan = backward.of(of);
+  const BlockPlace at = place_of_block(block, p.batch * p.num_kv_heads * plan.parts, plan.tiles, plan.section);
+  const int32_t parts = static_cast<int32_t>(plan.parts);
+  const HeadPlace head = place_of_head(at.head / parts, p.num_kv_heads);
+  const int64_t tile = of == Gradient::kQuery ? static_cast<int32_t>(plan.tiles) - 1 - at.tile : at.tile;
+  return {head.batch, head.kv_head, at.head % parts, tile * tile_owners};
+}
+// Floats that a block of a part leaves per owner: the sums of dQ, or those of dK and then of dV.
+ATTNPACK_HD static inline int64_t gradient_columns(const AttentionParams& p, Gradient of) {
+  return of == Gradient::kQuery ? p.head_dim : p.head_dim + p.v_head_dim;
+}
+
+// at_once: how many blocks the device runs at once.
+static inline GradientPlan plan_gradient(const AttentionParams& p, Gradient of, int64_t most_group, int64_t tile_owners,
+                                         int64_t step, int64_t at_once) {
+  const int64_t rows = most_group * p.q_len, others = of == Gradient::kQuery ? p.kv_len : rows;
+  // A block of a part writes its sums in the time of about three steps. Fewer than four would not be worth it.
+  constexpr int64_t kFewestSteps = 4, kEnds = 3;
+  GradientPlan plan{};
+  plan.owners = of == Gradient::kQuery ? rows : p.kv_len;
+  plan.tiles = (plan.owners + tile_owners - 1) / tile_owners;
+  const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles;
+  plan.parts = parts_of_steps(blocks, at_once, (others + step - 1) / step, kFewestSteps, kEnds);
+  plan.section = heads_of_section(has_ranges(p), heads * plan.parts,
+                                  others * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
+  plan.blocks = blocks * plan.parts;
+  return plan;
 }
 
 static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int64_t most_group, const Device& device) {
   const AttentionParams& p = bp.forward;
   const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
-  int32_t width = wide <= 64 ? 64 : wide <= 128 ? 128 : wide <= 256 ? 256 : 0;
+  BackwardPlan plan{};
+  plan.width = wide <= 64 ? 64 : wide <= 128 ? 128 : wide <= 256 ? 256 : 0;
+  plan.most_group = most_group;
   if (!fits_tensor_cores(p) || !aligned(bp.grad_out, bp.grad_out_strides, p.v_head_dim) ||
-      backward_shared_bytes(width) > device.shared_bytes)
-    width = 0;
-  const int64_t heads = p.batch * p.num_kv_heads, bytes = (p.head_dim + p.v_head_dim) * bytes_of(p.dtype);
-  return {width, most_group, device.sm90 && backward_fits_sm90(bp, width),
-          heads_of_section(has_ranges(p), heads, p.kv_len * bytes),
-          heads_of_section(has_ranges(p), heads, most_group * p.q_len * bytes)};
+      backward_shared_bytes(plan.width) > device.shared_bytes)
+    plan.width = 0;
+  if (plan.width == 0) return plan;
+  plan.sm90 = device.sm90 && backward_fits_sm90(bp, plan.width);
+  const int64_t blocks_each = !plan.sm90 && plan.width <= 128 ? 2 : 1;  // that a multiprocessor runs at once
+  const int64_t most = device.shared_bytes / backward_shared_bytes(plan.width);
+  const int64_t at_once = device.multiprocessors * (most < blocks_each ? most : blocks_each);
+  for (Gradient of : {Gradient::kQuery, Gradient::kKeyAndValue}) {
+    GradientPlan& gradient = of == Gradient::kQuery ? plan.of_rows : plan.of_keys;
+    gradient = plan_gradient(p, of, most_group, plan.sm90 ? kBackwardOwnersSm90 : kBackwardOwners,
+                             plan.sm90 ? kBackwardStepSm90 : backward_step(plan.width), at_once);
+    const int64_t floats = p.batch * p.num_kv_heads * gradient.parts * gradient.owners * gradient_columns(p, of);
+    if (gradient.parts > 1 && 4 * floats > plan.workspace_bytes) plan.workspace_bytes = 4 * floats;
+  }
+  return plan;
 }
 
 }  // namespace attnpack::cuda

@@ -52,13 +52,15 @@ struct RopeParams {
 };
 
 struct CudaKernels {
-  // All functions but `usable`, `plan` and `capability` return null, or a sentence about the error.
+  // All functions but `usable`, the plans and `capability` return null, or a sentence about the error.
   bool (*usable)(int device);  // usable.h says when; asked once per device
   cuda::ForwardPlan (*plan)(const AttentionParams&, int64_t most_group, int device);
   const char* (*forward)(const AttentionParams&, const cuda::ForwardPlan&, void* workspace, int device, void* stream);
   // Whether the decode kernel reads the keys where they are: in pages, or as quantised rows.
   bool (*reads_source)(const AttentionParams&, int64_t most_group, int device);
-  const char* (*backward)(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
+  cuda::BackwardPlan (*plan_backward)(const AttentionBackwardParams&, int64_t most_group, int device);
+  const char* (*backward)(const AttentionBackwardParams&, const cuda::BackwardPlan&, void* workspace, int device,
+                          void* stream);
   const char* (*place)(const PlaceParams&, int device, void* stream);
   const char* (*quantize)(const QuantizeParams&, RowsTo, int64_t rows, int device, void* stream);
   const char* (*rope)(const RopeParams&, int device, void* stream);

@@ -12,6 +12,6 @@ constexpr const char* kNotBuilt = "this build has no kernels for Hopper: add arc
 bool has_sm90_image() { return false; }
 const char* forward_sm90(const AttentionParams&, const ForwardPlan&, void*, int, void*) { return kNotBuilt; }
 const char* latent_sm90(const AttentionParams&, const ForwardPlan&, void*, int, void*) { return kNotBuilt; }
-const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, int, void*) { return kNotBuilt; }
+const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, void*, int, void*) { return kNotBuilt; }
 
 }  // namespace attnpack::cuda

@@ -9,22 +9,25 @@ namespace {
 template <class S, int Width>
 __global__ void __launch_bounds__(WarpgroupQueryGradient<S, Width>::kThreads, 1)
     query_gradient_kernel(const __grid_constant__ AttentionBackwardParams bp, const __grid_constant__ BackwardPlan plan,
-                          const __grid_constant__ TileMap key_map, const __grid_constant__ TileMap value_map) {
+                          const __grid_constant__ TileMap key_map, const __grid_constant__ TileMap value_map,
+                          void* workspace) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  query_gradient_sm90_block<S, Width>(bp, plan, key_map, value_map, blockIdx.x, shared);
+  query_gradient_sm90_block<S, Width>(bp, plan, key_map, value_map, workspace, blockIdx.x, shared);
 }
 
 template <class S, int Width>
 __global__ void __launch_bounds__(WarpgroupKeyGradient<S, Width>::kThreads, 1)
     key_gradient_kernel(const __grid_constant__ AttentionBackwardParams bp, const __grid_constant__ BackwardPlan plan,
                         const __grid_constant__ TileMap key_map, const __grid_constant__ TileMap value_map,
-                        const __grid_constant__ TileMap query_map, const __grid_constant__ TileMap out_map) {
+                        const __grid_constant__ TileMap query_map, const __grid_constant__ TileMap out_map,
+                        void* workspace) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  key_gradient_sm90_block<S, Width>(bp, plan, key_map, value_map, query_map, out_map, blockIdx.x, shared);
+  key_gradient_sm90_block<S, Width>(bp, plan, key_map, value_map, query_map, out_map, workspace, blockIdx.x, shared);
 }
 
 template <class S, int Width>
-const char* launch_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, int device, void* stream) {
+const char* launch_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, int device,
+                             void* stream) {
   using Rows = WarpgroupQueryGradient<S, Width>;
   using Keys = WarpgroupKeyGradient<S, Width>;
   const AttentionParams& p = bp.forward;
@@ -42,21 +45,24 @@ const char* launch_gradients(const AttentionBackwardParams& bp, const BackwardPl
   make(queries, p.query, p.query_strides, p.num_heads, p.q_len, p.head_dim, kStep);
   make(outs, bp.grad_out, bp.grad_out_strides, p.num_heads, p.q_len, p.v_head_dim, kStep);
   if (!error)
-    error = launch(query_gradient_kernel<S, Width>, backward_blocks_sm90(p, plan, Gradient::kQuery), Rows::kThreads,
-                   sizeof(typename Rows::Shared), device, stream, bp, plan, steps_of_keys, steps_of_values);
+    error = launch(query_gradient_kernel<S, Width>, plan.of_rows.blocks, Rows::kThreads, sizeof(typename Rows::Shared),
+                   device, stream, bp, plan, steps_of_keys, steps_of_values, workspace);
+  if (!error) error = sum_query_gradient(bp, plan, workspace, device, stream);
   if (!error)
-    error = launch(key_gradient_kernel<S, Width>, backward_blocks_sm90(p, plan, Gradient::kKeyAndValue), Keys::kThreads,
-                   sizeof(typename Keys::Shared), device, stream, bp, plan, keys, values, queries, outs);
+    error = launch(key_gradient_kernel<S, Width>, plan.of_keys.blocks, Keys::kThreads, sizeof(typename Keys::Shared),
+                   device, stream, bp, plan, keys, values, queries, outs, workspace);
+  if (!error) error = sum_key_gradient(bp, plan, workspace, device, stream);
   return error;
 }
 
 }  // namespace
 
-const char* backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, int device, void* stream) {
+const char* backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, int device,
+                          void* stream) {
   return with_half_storage(bp.forward.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return plan.width == 64 ? launch_gradients<S, 64>(bp, plan, device, stream)
-                            : launch_gradients<S, 128>(bp, plan, device, stream);
+    return plan.width == 64 ? launch_gradients<S, 64>(bp, plan, workspace, device, stream)
+                            : launch_gradients<S, 128>(bp, plan, workspace, device, stream);
   });
 }
 

@@ -4,7 +4,8 @@
 #include <attnpack/ops/cuda/kernels/sm90/panels_sm90.cuh>
 
 // Backward on Hopper, with the formulas of backward_mma.cuh. Two warpgroups have 64 owners each, rows or keys. The
-// third one copies the others ahead of their use. No sum is shared between blocks, so the bits stay the same.
+// third one copies the others ahead of their use. No sum is shared between blocks, so the bits stay the same. Where
+// owners are few, several blocks have a part of the others each (gradient_parts.cuh).
 namespace attnpack::cuda {
 
 // The parts of both backward kernels.
@@ -14,7 +15,7 @@ struct WarpgroupBackward {
   static constexpr int kWorkers = kGroups * kWarpgroup, kThreads = kWorkers + kWarpgroup;
   static constexpr int kOwners = 64 * kGroups;
   static_assert(kOwners == kBackwardOwnersSm90);
-  static constexpr int kStep = 64;  // others per step
+  static constexpr int kStep = kBackwardStepSm90;  // others per step
   static constexpr int kStages = kBackwardStagesSm90;
   static constexpr int kBoth = 1;               // the barrier of the two warpgroups
   static constexpr int kSumStride = Width + 8;  // as in forward_mma.cuh
@@ -28,7 +29,7 @@ struct WarpgroupBackward {
       struct {
         S owner[2][kOwners * Width], other[kStages][2][kStep * Width];
       };
-      float sum[kOwners * kSumStride];
+      float sum[2][kOwners * kSumStride];
     };
     Barrier owners_there, there[kStages], used[kStages];
     bool broken[kThreads / kWarp];  // of each warp (any_in_all)
@@ -56,19 +57,17 @@ struct WarpgroupBackward {
     fence_stores();
     sync_threads(kBoth, kWorkers);
   }
-  // The gradients of a warp's 16 owners, with the NaN and Inf of others that they see. to(owner): its row.
+  // The gradients of a warp's 16 owners, which stand in a table, with the NaN and Inf of others that they see.
+  // to(owner): its row.
   template <class To, class Number, class Sees>
-  ATTNPACK_DEVICE static void write_cleaned(Shared& shared, const Sums& sum, float factor, int count, int64_t width,
-                                            const Range& others, const To& to, const Number& number, const Sees& sees) {
-    const int warp = thread_id() / kWarp, lane = thread_id() % kWarp, first = 16 * warp;
-    put_fragments<kSumStride>(shared.sum, sum, first, factor);
+  ATTNPACK_DEVICE static void write_cleaned(float* sum, int count, int64_t width, const Range& others, const To& to,
+                                            const Number& number, const Sees& sees) {
+    const int first = 16 * (thread_id() / kWarp), end = first + 16 < count ? first + 16 : count;
     sync_warp();
-    const int end = first + 16 < count ? first + 16 : count;
     if (others.begin < others.end)
-      add_broken(shared.sum, kSumStride, {first, 1, end, static_cast<int>(width)}, others, number, sees);
+      add_broken(sum, kSumStride, {first, 1, end, static_cast<int>(width)}, others, number, sees);
     for (int owner = first; owner < end; ++owner)
-      for (int64_t c = lane; c < width; c += kWarp) narrow(shared.sum[owner * kSumStride + c], to(owner) + c);
-    sync_warp();
+      for (int64_t c = thread_id() % kWarp; c < width; c += kWarp) narrow(sum[owner * kSumStride + c], to(owner) + c);
   }
 };
 

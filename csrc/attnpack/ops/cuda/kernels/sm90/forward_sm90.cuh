@@ -8,7 +8,8 @@
 // Prefill on Hopper (FlashAttention-3, Shah et al. 2024). Two warpgroups have 64 query rows each. The third one copies
 // boxes of keys and values ahead of their use. The products of a step run beside the softmax of the step before: scores
 // of step i and values of step i - 1 are one group of products. The two warpgroups take turns, so that one forms
-// products while the other one forms weights.
+// products while the other one forms weights. Where rows are wide, products take longer than weights and nobody waits
+// for a turn; then the output so far is rescaled beside the scores.
 namespace attnpack::cuda {
 
 template <class S, int Width, int Values, Scores Kind>
@@ -20,6 +21,7 @@ class WarpgroupForward {
   static constexpr int kKeys = Values <= 128 ? 128 : 64;  // per step
   static_assert(kKeys <= kMostKeysOfStep);
   static constexpr int kStages = 2;
+  static constexpr bool kTakesTurns = Width <= 128;
   static constexpr int kOutStride = Values + 8;  // as in forward_mma.cuh
 
   struct alignas(1024) Shared {
@@ -32,6 +34,7 @@ class WarpgroupForward {
       } end;
     };
     Row rows[kRows];
+    Unit unit;  // not in registers, as in forward_mma.cuh
     Barrier keys_there[kStages], keys_used[kStages], values_there[kStages], values_used[kStages];
     bool broken[kThreads / kWarp];  // of each warp (any_in_all)
   };
@@ -112,7 +115,6 @@ class WarpgroupForward {
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, int done, bool cleaned) {
     load_query(count);
-    const LaneRows rows = lane_rows_of(shared_.rows + first_row());
     clear(out_);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -128,26 +130,30 @@ class WarpgroupForward {
       wait_products<0>();
       hold(s);
       release(shared_.keys_used[done % kStages]);
-      apply_softmax(rows, first_key_, s, factor);
+      apply_softmax(lane_rows(), first_key_, s, factor);
       // The warpgroups clean values together, so no turns then.
-      const bool in_turn = !cleaned;
+      const bool in_turn = kTakesTurns && !cleaned;
       if (in_turn && group_ == 1) arrive_threads(kTurn, kWorkers);
       for (int i = 1; i < steps_; ++i) {
         const int n = done + i, stage = n % kStages, before = (n - 1) % kStages;
-        end_values(stage, i > 1, factor, s, weights);  // step n - 2 had this stage too
+        end_values(stage, i > 1, s, weights);  // step n - 2 had this stage too
+        if constexpr (kTakesTurns) rescale(factor);
         wait(shared_.keys_there[stage], n / kStages & 1);
         if (in_turn) sync_threads(kTurn + group_, kWorkers);
         multiply_keys(stage, s);
+        if constexpr (!kTakesTurns) rescale(factor);
         wait(shared_.values_there[before], (n - 1) / kStages & 1);
         if (cleaned) clean_values(before);
         add_values(before, weights);
         if (in_turn) arrive_threads(kTurn + 1 - group_, kWorkers);
+        const LaneRows rows = lane_rows();  // read in each step, as the unit is, and ahead of the wait
         wait_products<1>();
         hold(s);
         release(shared_.keys_used[stage]);
         apply_softmax(rows, first_key_ + i * kKeys, s, factor);
       }
-      end_values((done + steps_) % kStages, steps_ > 1, factor, s, weights);
+      end_values((done + steps_) % kStages, steps_ > 1, s, weights);
+      rescale(factor);
       if (in_turn && group_ == 0) sync_threads(kTurn, kWorkers);
       const int last = done + steps_ - 1;
       wait(shared_.values_there[last % kStages], last / kStages & 1);
@@ -166,6 +172,7 @@ class WarpgroupForward {
   static constexpr int kTurn = 1, kBoth = 3;
 
   ATTNPACK_DEVICE int first_row() const { return 16 * (thread_id() / kWarp); }
+  ATTNPACK_DEVICE LaneRows lane_rows() const { return lane_rows_of(shared_.rows + first_row()); }
 
   ATTNPACK_DEVICE void release(Barrier& barrier) {
     sync_warp();
@@ -192,12 +199,11 @@ class WarpgroupForward {
   // Ends the products of the values of a stage, if there are any, and packs the weights s of the step after it. This
   // begins a turn of the loop, because ptxas moves a wait that ends one to before the softmax, which would then wait
   // too.
-  ATTNPACK_DEVICE void end_values(int stage, bool some, const float (&factor)[2], const Products& s, Weights& weights) {
+  ATTNPACK_DEVICE void end_values(int stage, bool some, const Products& s, Weights& weights) {
     wait_products<0>();
     hold(out_);
     hold(weights);
     if (some) release(shared_.values_used[stage]);
-    rescale(factor);
     pack_weights<S>(s, weights);
   }
 
@@ -275,8 +281,10 @@ class WarpgroupForward {
 template <class Tile>
 ATTNPACK_DEVICE void forward_sm90_block(const AttentionParams& p, const ForwardPlan& plan, const TileMap& key_map,
                                         const TileMap& value_map, void* workspace, int64_t block, void* shared) {
-  const Unit u = unit_of(p, plan, block);
-  Tile(p, plan, key_map, value_map, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
+  auto& tile = *static_cast<typename Tile::Shared*>(shared);
+  if (thread_id() == 0) tile.unit = unit_of(p, plan, block);
+  sync_block();
+  Tile(p, plan, key_map, value_map, workspace, tile.unit, tile).compute_outputs();
 }
 
 }  // namespace attnpack::cuda

@@ -4,6 +4,32 @@
 
 namespace attnpack::cuda {
 
+// Row j of a block's steps, which go through one query head after the other, as a row of the kv head.
+struct RowOfSteps {
+  int32_t first_query, rows_of_head, members;
+  ATTNPACK_DEVICE int64_t operator()(int64_t j) const {
+    const int32_t row = static_cast<int32_t>(j), member = row / rows_of_head;
+    return int64_t{first_query + row - member * rows_of_head} * members + member;
+  }
+};
+// RowNumber and KeySeenByRow for such rows. A step may go past the last row.
+template <class S>
+struct NumberOfSteps {
+  RowOfSteps row;
+  RowNumber<S> number;
+  int64_t rows;  // of the kv head
+  ATTNPACK_DEVICE float operator()(int64_t j, int c) const {
+    const int64_t index = row(j);
+    return index < rows ? number(index, c) : 0.f;
+  }
+};
+struct SeenInSteps {
+  RowOfSteps row;
+  KeySeenByRow seen;
+  ATTNPACK_DEVICE Row prepare(int64_t j) const { return seen.prepare(row(j)); }
+  ATTNPACK_DEVICE bool operator()(int owner, const Row& row) const { return seen(owner, row); }
+};
+
 // dK += dS^T Q and dV += P^T dO for 128 keys, over the query heads of their kv head one after the other, and the rows
 // of each that see any of the keys.
 template <class S, int Width>
@@ -14,20 +40,30 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
 
  public:
   using Base::kThreads, Base::kOwners, Base::kStep;
-  struct Other {  // a query row
-    float lse, delta;
-    int32_t begin, end;  // the keys that it sees
+  // The query rows of a step. In arrays, because ptxas would load a row at once, and spill what is needed later.
+  struct Others {
+    float lse[kStep], delta[kStep];
+    int32_t begin[kStep], end[kStep];  // the keys that each sees
+  };
+  // A block's place and its steps. They lie in shared memory, because registers are short beside the two sums.
+  struct Work {
+    OwnersPlace at;
+    int32_t count, members;  // keys, and query heads
+    int32_t first_query, steps_of_head, first_step, steps;
   };
   struct Shared : Base::Shared {
-    alignas(16) Other rows[kStages][kStep];
+    alignas(16) Others rows[kStages];
     bool huge[kStages];  // whether any of a step's rows has a huge lse
+    Work work;
   };
 
   ATTNPACK_DEVICE WarpgroupKeyGradient(const AttentionBackwardParams& bp, const BackwardPlan& plan,
                                        const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
-                                       const TileMap& out_map, int64_t block, Shared& shared)
+                                       const TileMap& out_map, void* workspace, int64_t block, Shared& shared)
       : bp_(bp),
         p_(bp.forward),
+        plan_(plan),
+        workspace_(workspace),
         key_map_(key_map),
         value_map_(value_map),
         query_map_(query_map),
@@ -35,18 +71,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
         shared_(shared),
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
-    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kKeyAndValue);
-    const OwnersPlace at = place_of_owners(p_, plan, Gradient::kKeyAndValue, tiles, kOwners, block);
-    b_ = at.batch;
-    kv_head_ = at.kv_head;
-    first_ = at.first;
-    count_ = static_cast<int>(p_.kv_len - first_ < kOwners ? p_.kv_len - first_ : kOwners);
-    rows_ = rows_that_see(p_, b_, kv_head_, {first_, first_ + kOwners});
-    members_ = static_cast<int>(group_size(p_, kv_head_));
-    first_query_ = members_ > 0 ? static_cast<int32_t>(rows_.begin / members_) : 0;
-    const int32_t end = members_ > 0 ? static_cast<int32_t>(rows_.end / members_) : 0;
-    steps_of_head_ = (end - first_query_ + kStep - 1) / kStep;
-    steps_ = steps_of_head_ * members_;
+    if (thread_id() == 0) shared.work = find_work(block);
   }
 
   ATTNPACK_DEVICE void compute_gradients() {
@@ -56,32 +81,56 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
         shared_.broken,
         [&](int turn) {
           load_steps(turn);
-          fill_tables(turn * steps_);
+          fill_tables(turn * work().steps);
         },
         [&](int turn) { return gather(turn, turn == 1); });
   }
 
  private:
-  ATTNPACK_DEVICE int64_t head_of_step(int i) const { return group_head(p_, kv_head_, i / steps_of_head_); }
-  ATTNPACK_DEVICE int32_t query_of_step(int i) const { return first_query_ + i % steps_of_head_ * kStep; }
+  ATTNPACK_DEVICE Work find_work(int64_t block) const {
+    Work work{place_of_owners(p_, plan_, Gradient::kKeyAndValue, kOwners, block)};
+    const OwnersPlace& at = work.at;
+    work.count = static_cast<int32_t>(p_.kv_len - at.first < kOwners ? p_.kv_len - at.first : kOwners);
+    work.members = static_cast<int32_t>(group_size(p_, at.kv_head));
+    const Range rows = rows_that_see(p_, at.batch, at.kv_head, {at.first, at.first + kOwners});
+    work.first_query = work.members > 0 ? static_cast<int32_t>(rows.begin / work.members) : 0;
+    const int32_t end = work.members > 0 ? static_cast<int32_t>(rows.end / work.members) : 0;
+    work.steps_of_head = (end - work.first_query + kStep - 1) / kStep;
+    const Range steps = others_of_part({0, work.steps_of_head * work.members}, 0, 1, plan_.of_keys.parts, at.part);
+    work.first_step = static_cast<int32_t>(steps.begin);
+    work.steps = static_cast<int32_t>(steps.end - steps.begin);
+    return work;
+  }
+  ATTNPACK_DEVICE const Work& work() const { return shared_.work; }
+  ATTNPACK_DEVICE int64_t head_of_step(int i) const {
+    return group_head(p_, work().at.kv_head, (work().first_step + i) / work().steps_of_head);
+  }
+  ATTNPACK_DEVICE int32_t query_of_step(int i) const {
+    return work().first_query + (work().first_step + i) % work().steps_of_head * kStep;
+  }
 
   ATTNPACK_DEVICE void load_steps(int turn) {
     if (thread_id() != kWorkers) return;
+    const OwnersPlace& at = work().at;
+    const int steps = work().steps;
     arrive_expecting(shared_.owners_there, 2 * kOwners * Width * 2);
-    copy_boxes<kOwners, Width>(shared_.owner[0], key_map_, shared_.owners_there, static_cast<int>(first_),
-                               place_in_map(p_.key_strides.head, kv_head_), place_in_map(p_.key_strides.batch, b_));
-    copy_boxes<kOwners, Width>(shared_.owner[1], value_map_, shared_.owners_there, static_cast<int>(first_),
-                               place_in_map(p_.value_strides.head, kv_head_), place_in_map(p_.value_strides.batch, b_));
-    for (int i = 0; i < steps_; ++i) {
-      const int n = turn * steps_ + i, stage = n % kStages, query = query_of_step(i);
+    copy_boxes<kOwners, Width>(shared_.owner[0], key_map_, shared_.owners_there, static_cast<int>(at.first),
+                               place_in_map(p_.key_strides.head, at.kv_head),
+                               place_in_map(p_.key_strides.batch, at.batch));
+    copy_boxes<kOwners, Width>(shared_.owner[1], value_map_, shared_.owners_there, static_cast<int>(at.first),
+                               place_in_map(p_.value_strides.head, at.kv_head),
+                               place_in_map(p_.value_strides.batch, at.batch));
+    for (int i = 0; i < steps; ++i) {
+      const int n = turn * steps + i, stage = n % kStages, query = query_of_step(i);
       const int64_t head = head_of_step(i);
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       arrive_expecting(shared_.there[stage], kPairBytes);
       copy_boxes<kStep, Width>(shared_.other[stage][0], query_map_, shared_.there[stage], query,
-                               place_in_map(p_.query_strides.head, head), place_in_map(p_.query_strides.batch, b_));
+                               place_in_map(p_.query_strides.head, head),
+                               place_in_map(p_.query_strides.batch, at.batch));
       copy_boxes<kStep, Width>(shared_.other[stage][1], out_map_, shared_.there[stage], query,
                                place_in_map(bp_.grad_out_strides.head, head),
-                               place_in_map(bp_.grad_out_strides.batch, b_));
+                               place_in_map(bp_.grad_out_strides.batch, at.batch));
     }
   }
 
@@ -89,22 +138,25 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
   // key.
   ATTNPACK_DEVICE void fill_tables(int done) {
     if (thread_id() / kWarp != kWorkers / kWarp + 1) return;
-    for (int i = 0; i < steps_; ++i) {
+    const int64_t b = work().at.batch;
+    const int steps = work().steps;
+    for (int i = 0; i < steps; ++i) {
       const int n = done + i, stage = n % kStages;
       const int64_t head = head_of_step(i);
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       bool huge = false;
       for (int r = lane_; r < kStep; r += kWarp) {
-        const int64_t query = query_of_step(i) + r, at = (b_ * p_.num_heads + head) * p_.q_len + query;
-        Other row{0, 0, 0, 0};
-        if (query < p_.q_len) {
-          const Range keys = key_range(p_, b_, query);
-          row = {static_cast<const float*>(p_.lse)[at] * kLog2E, static_cast<const float*>(bp_.delta)[at],
-                 static_cast<int32_t>(keys.begin < keys.end ? keys.begin : 0),
-                 static_cast<int32_t>(keys.begin < keys.end ? keys.end : 0)};
-        }
-        shared_.rows[stage][r] = row;
-        huge |= is_huge(row.lse);
+        const int64_t query = query_of_step(i) + r, at = (b * p_.num_heads + head) * p_.q_len + query;
+        const bool there = query < p_.q_len;
+        const float lse = there ? static_cast<const float*>(p_.lse)[at] * kLog2E : 0.f;
+        const Range keys = there ? key_range(p_, b, query) : Range{0, 0};
+        const bool some = keys.begin < keys.end;
+        Others& rows = shared_.rows[stage];
+        rows.lse[r] = lse;
+        rows.delta[r] = there ? static_cast<const float*>(bp_.delta)[at] : 0.f;
+        rows.begin[r] = some ? static_cast<int32_t>(keys.begin) : 0;
+        rows.end[r] = some ? static_cast<int32_t>(keys.end) : 0;
+        huge |= is_huge(lse);
       }
       huge = ballot(huge) != 0;
       if (lane_ == 0) shared_.huge[stage] = huge;
@@ -117,8 +169,9 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     clear(key_sum_);
     clear(value_sum_);
     wait(shared_.owners_there, turn & 1);
-    for (int i = 0; i < steps_; ++i) {
-      const int n = turn * steps_ + i, stage = n % kStages;
+    const int steps = work().steps;
+    for (int i = 0; i < steps; ++i) {
+      const int n = turn * steps + i, stage = n % kStages;
       Products s, g;
       Weights weights, gradients;
       wait(shared_.there[stage], n / kStages & 1);
@@ -126,7 +179,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
       begin_scores<S, kOwners, kStep, Width>(g, shared_.owner[1], 64 * group_, shared_.other[stage][1]);
       wait_products<1>();
       hold(s);
-      const Other* rows = shared_.rows[stage];
+      const Others& rows = shared_.rows[stage];
       compute_probabilities(rows, shared_.huge[stage], s);
       pack_weights<S>(s, weights);
       if (cleaned) {
@@ -153,60 +206,77 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
 
   // s: keys by rows. Excluded pairs become -0, the mark of excluded pairs, whatever their products are. Each question
   // is asked once for all scores, because a score has time for few instructions.
-  ATTNPACK_DEVICE void compute_probabilities(const Other* rows, bool huge, Products& s) {
+  ATTNPACK_DEVICE void compute_probabilities(const Others& rows, bool huge, Products& s) {
     const float multiplier = multiplier_of<Scores::kPlain>(p_);
     // The ranges of later rows never begin or end earlier. A row past the last one ends at 0.
-    const Other &lowest = rows[0], &highest = rows[kStep - 1];
-    const int32_t end = static_cast<int32_t>(first_) + kOwners;
-    const bool inside = lowest.end >= end && highest.end >= end && highest.begin <= first_;
-    const int32_t key = static_cast<int32_t>(first_) + first_owner() + lane_ / 4;
+    const int32_t first = static_cast<int32_t>(work().at.first), end = first + kOwners;
+    const bool inside = rows.end[0] >= end && rows.end[kStep - 1] >= end && rows.begin[kStep - 1] <= first;
+    const int32_t key = first + first_owner() + lane_ / 4;
     const auto for_each = [&](const auto& change) {
 #pragma unroll
       for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) change(s[j][i], rows[8 * j + lane_ % 4 * 2 + (i & 1)], key + (i >> 1) * 8);
+        for (int i = 0; i < 4; ++i) change(s[j][i], 8 * j + lane_ % 4 * 2 + (i & 1), key + (i >> 1) * 8);
     };
-    for_each([&](float& x, const Other& row, int32_t) { x = x * multiplier - row.lse; });
-    if (huge) for_each([](float& x, const Other&, int32_t) { x = bounded_exponent(x); });
-    for_each([](float& x, const Other&, int32_t) { x = power_of_two(x); });
+    for_each([&](float& x, int row, int32_t) { x = x * multiplier - rows.lse[row]; });
+    if (huge) for_each([](float& x, int, int32_t) { x = bounded_exponent(x); });
+    for_each([](float& x, int, int32_t) { x = power_of_two(x); });
     if (!inside)
-      for_each([](float& x, const Other& row, int32_t own) { x = own >= row.begin && own < row.end ? x : -0.f; });
+      for_each([&](float& x, int row, int32_t own) { x = own >= rows.begin[row] && own < rows.end[row] ? x : -0.f; });
   }
   // g = dS / scale = P (dP - delta).
-  ATTNPACK_DEVICE void compute_gradients_of_scores(const Other* rows, const Products& s, Products& g) {
+  ATTNPACK_DEVICE void compute_gradients_of_scores(const Others& rows, const Products& s, Products& g) {
 #pragma unroll
     for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float gradient = s[j][i] * (g[j][i] - rows[8 * j + lane_ % 4 * 2 + (i & 1)].delta);
+        const float gradient = s[j][i] * (g[j][i] - rows.delta[8 * j + lane_ % 4 * 2 + (i & 1)]);
         g[j][i] = float_bits(s[j][i]) == 0x80000000u ? 0.f : gradient;
       }
   }
 
   ATTNPACK_DEVICE bool write(bool cleaned) {
-    const float scale = static_cast<float>(p_.scale);
-    const auto rows_of = [&](void* base, const Strides& strides) {
-      const KeyRows<S> rows = key_rows<S>(base, strides, b_, kv_head_, first_);
+    if (plan_.of_keys.parts > 1) {
+      const auto rows = [&](int64_t column) {
+        return partial_rows(p_, plan_, Gradient::kKeyAndValue, workspace_, work().at, column);
+      };
+      return write_to(rows(0), rows(p_.head_dim), cleaned);
+    }
+    const OwnersPlace at = work().at;
+    const auto rows = [&](void* base, const Strides& strides) {
+      const KeyRows<S> rows = key_rows<S>(base, strides, at.batch, at.kv_head, at.first);
       return [rows](int owner) { return const_cast<S*>(rows(owner)); };
     };
-    const auto key_row = rows_of(bp_.grad_key, bp_.grad_key_strides);
-    const auto value_row = rows_of(bp_.grad_value, bp_.grad_value_strides);
+    return write_to(rows(bp_.grad_key, bp_.grad_key_strides), rows(bp_.grad_value, bp_.grad_value_strides), cleaned);
+  }
+  template <class ToKey, class ToValue>
+  ATTNPACK_DEVICE bool write_to(const ToKey& key_row, const ToValue& value_row, bool cleaned) {
+    const float scale = static_cast<float>(p_.scale);
     if (cleaned) {
+      const Work own = work();
+      const OwnersPlace& at = own.at;
+      const RowOfSteps row{own.first_query, own.steps_of_head * kStep, own.members};
+      const Range rows{int64_t{own.first_step} * kStep, int64_t{own.first_step + own.steps} * kStep};
       const auto number = [&](const void* base, const Strides& strides, bool as_nan) {
-        return RowNumber<S>{&p_, static_cast<const S*>(base) + b_ * strides.batch, strides, kv_head_, as_nan};
+        const RowNumber<S> of_row{&p_, static_cast<const S*>(base) + at.batch * strides.batch, strides, at.kv_head,
+                                  as_nan};
+        return NumberOfSteps<S>{row, of_row, own.members * p_.q_len};
       };
-      const KeySeenByRow seen{&p_, b_, kv_head_, first_};
+      const SeenInSteps seen{row, {&p_, at.batch, at.kv_head, at.first}};
       sync_threads(kBoth, kWorkers);
-      Base::write_cleaned(shared_, key_sum_, scale, count_, p_.head_dim, rows_, key_row,
+      put_fragments<Base::kSumStride>(shared_.sum[0], key_sum_, first_owner(), scale);
+      put_fragments<Base::kSumStride>(shared_.sum[1], value_sum_, first_owner());
+      Base::write_cleaned(shared_.sum[0], own.count, p_.head_dim, rows, key_row,
                           number(p_.query, p_.query_strides, true), seen);
-      Base::write_cleaned(shared_, value_sum_, 1.f, count_, p_.v_head_dim, rows_, value_row,
+      Base::write_cleaned(shared_.sum[1], own.count, p_.v_head_dim, rows, value_row,
                           number(bp_.grad_out, bp_.grad_out_strides, false), seen);
       return false;
     }
+    const int count = work().count;
     bool broken = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (const int r = first_owner() + lane_ / 4 + 8 * h; r < count_) {
+      if (const int r = first_owner() + lane_ / 4 + 8 * h; r < count) {
         broken |= write_lane_row(key_sum_, h, scale, key_row(r), p_.head_dim);
         broken |= write_lane_row(value_sum_, h, 1.f, value_row(r), p_.v_head_dim);
       }
@@ -215,22 +285,20 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
 
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
+  const BackwardPlan& plan_;
+  void* const workspace_;
   const TileMap &key_map_, &value_map_, &query_map_, &out_map_;
   Shared& shared_;
   const int lane_, group_;
-  int count_, members_;
-  int64_t b_, kv_head_, first_;
-  Range rows_;
-  int32_t first_query_, steps_of_head_, steps_;
   Sums key_sum_, value_sum_;
 };
 
 template <class S, int Width>
 ATTNPACK_DEVICE void key_gradient_sm90_block(const AttentionBackwardParams& bp, const BackwardPlan& plan,
                                              const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
-                                             const TileMap& out_map, int64_t block, void* shared) {
+                                             const TileMap& out_map, void* workspace, int64_t block, void* shared) {
   using Tile = WarpgroupKeyGradient<S, Width>;
-  Tile(bp, plan, key_map, value_map, query_map, out_map, block, *static_cast<typename Tile::Shared*>(shared))
+  Tile(bp, plan, key_map, value_map, query_map, out_map, workspace, block, *static_cast<typename Tile::Shared*>(shared))
       .compute_gradients();
 }
 

@@ -35,6 +35,7 @@ class WarpgroupLatent {
     // A row's maximum, the factor of its output so far, and at the end its sum in each warpgroup.
     float max[kRows], factor[kRows], sum[kGroups][kRows];
     Row rows[kRows];
+    Unit unit;  // not in registers, as in forward_mma.cuh
     Barrier there[kStages], used[kStages];
     bool broken[kThreads / kWarp];  // of each warp (any_in_all)
   };
@@ -102,7 +103,6 @@ class WarpgroupLatent {
     copy_async_wait<0>();
     fence_stores();
     sync_threads(kReady, kWorkers);
-    const LaneRows rows = lane_rows_of(shared_.rows + first_row());
     clear(out_);
     for (int i = 0; i < steps_; ++i) {
       const int n = done + i, stage = n % kStages;
@@ -110,6 +110,7 @@ class WarpgroupLatent {
       if (i % kGroups == group_) {
         float s[kBlocks][4];
         begin_scores<S, kRows, kKeys, kWidth>(s, shared_.query, 0, shared_.key[stage]);
+        const LaneRows rows = lane_rows_of(shared_.rows + first_row());
         wait_products<0>();
         hold(s);
         finish_scores<Scores::kPlain>(p_, u_.b, rows, first_key_ + i * kKeys, s);
@@ -254,8 +255,10 @@ template <class S>
 ATTNPACK_DEVICE void latent_sm90_block(const AttentionParams& p, const ForwardPlan& plan, const TileMap& key_map,
                                        void* workspace, int64_t block, void* shared) {
   using Tile = WarpgroupLatent<S>;
-  const Unit u = unit_of(p, plan, block);
-  Tile(p, plan, key_map, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
+  auto& tile = *static_cast<typename Tile::Shared*>(shared);
+  if (thread_id() == 0) tile.unit = unit_of(p, plan, block);
+  sync_block();
+  Tile(p, plan, key_map, workspace, tile.unit, tile).compute_outputs();
 }
 
 }  // namespace attnpack::cuda

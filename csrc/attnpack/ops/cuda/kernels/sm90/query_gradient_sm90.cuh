@@ -18,23 +18,26 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
   };
 
   ATTNPACK_DEVICE WarpgroupQueryGradient(const AttentionBackwardParams& bp, const BackwardPlan& plan,
-                                         const TileMap& key_map, const TileMap& value_map, int64_t block,
-                                         Shared& shared)
+                                         const TileMap& key_map, const TileMap& value_map, void* workspace,
+                                         int64_t block, Shared& shared)
       : bp_(bp),
         p_(bp.forward),
+        plan_(plan),
+        workspace_(workspace),
         key_map_(key_map),
         value_map_(value_map),
         shared_(shared),
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup) {
-    const int64_t tiles = backward_tiles_sm90(p_, plan, Gradient::kQuery);
-    const OwnersPlace at = place_of_owners(p_, plan, Gradient::kQuery, tiles, kOwners, block);
+    const OwnersPlace at = place_of_owners(p_, plan, Gradient::kQuery, kOwners, block);
     b_ = at.batch;
     kv_head_ = at.kv_head;
+    part_ = at.part;
     first_ = at.first;
     const int64_t left = group_size(p_, kv_head_) * p_.q_len - first_;
     count_ = left < kOwners ? static_cast<int>(left) : kOwners;
     keys_ = hull(p_, b_, kv_head_, first_, kOwners);
+    keys_ = others_of_part(keys_, keys_.begin, kStep, plan.of_rows.parts, part_);
     first_key_ = static_cast<int32_t>(keys_.begin);
     steps_ = (static_cast<int32_t>(keys_.end) - first_key_ + kStep - 1) / kStep;
   }
@@ -191,13 +194,20 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
   }
 
   ATTNPACK_DEVICE bool write(bool cleaned) {
+    if (plan_.of_rows.parts > 1) {
+      const OwnersPlace at{static_cast<int32_t>(b_), static_cast<int32_t>(kv_head_), part_, first_};
+      return write_to(partial_rows(p_, plan_, Gradient::kQuery, workspace_, at), cleaned);
+    }
+    const auto rows = query_rows<S>(bp_.grad_query, bp_.grad_query_strides, b_, shared_.rows);
+    return write_to([&](int owner) { return const_cast<S*>(rows(owner)); }, cleaned);
+  }
+  template <class To>
+  ATTNPACK_DEVICE bool write_to(const To& to, bool cleaned) {
     const float scale = static_cast<float>(p_.scale);
-    const auto to = [&](int owner) {
-      return const_cast<S*>(query_rows<S>(bp_.grad_query, bp_.grad_query_strides, b_, shared_.rows)(owner));
-    };
     if (cleaned) {
       sync_threads(kBoth, kWorkers);
-      Base::write_cleaned(shared_, sum_, scale, count_, p_.head_dim, keys_, to,
+      put_fragments<Base::kSumStride>(shared_.sum[0], sum_, first_row(), scale);
+      Base::write_cleaned(shared_.sum[0], count_, p_.head_dim, keys_, to,
                           KeyNumber<S>{key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, 0)},
                           RowSeesKey{&p_, b_, shared_.rows});
       return false;
@@ -212,10 +222,13 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
 
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
+  const BackwardPlan& plan_;
+  void* const workspace_;
   const TileMap &key_map_, &value_map_;
   Shared& shared_;
   const int lane_, group_;
   int count_;
+  int32_t part_;
   int64_t b_, kv_head_, first_;
   Range keys_;
   int32_t first_key_, steps_;
@@ -224,10 +237,11 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
 
 template <class S, int Width>
 ATTNPACK_DEVICE void query_gradient_sm90_block(const AttentionBackwardParams& bp, const BackwardPlan& plan,
-                                               const TileMap& key_map, const TileMap& value_map, int64_t block,
-                                               void* shared) {
+                                               const TileMap& key_map, const TileMap& value_map, void* workspace,
+                                               int64_t block, void* shared) {
   using Tile = WarpgroupQueryGradient<S, Width>;
-  Tile(bp, plan, key_map, value_map, block, *static_cast<typename Tile::Shared*>(shared)).compute_gradients();
+  Tile(bp, plan, key_map, value_map, workspace, block, *static_cast<typename Tile::Shared*>(shared))
+      .compute_gradients();
 }
 
 }  // namespace attnpack::cuda
