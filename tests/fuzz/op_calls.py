@@ -552,8 +552,8 @@ def add_rms_norm(pick: Random) -> Call:
 
 
 def swiglu(pick: Random) -> Call:
-    gate, up = (draw(pick.randint(0, 5), 9, dtype=pick.choice(WIDE), seed=n) for n in range(2))
-    up = up.to(gate.dtype)[:1].expand_as(gate) if len(gate) else gate
+    rows, dtype = pick.randint(0, 5), pick.choice(WIDE)
+    gate, up = draw(rows, 9, dtype=dtype), draw(1, 9, dtype=dtype, seed=1).expand(rows, 9)
     return "swiglu", [gate, up], lambda result: assert_close(result, F.silu(gate) * up)
 
 
