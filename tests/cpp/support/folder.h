@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -18,7 +19,13 @@ class Folder {
     if (!mkdtemp(name.data())) throw std::filesystem::filesystem_error("mkdtemp", std::error_code());
     root_ = name;
   }
-  ~Folder() { std::filesystem::remove_all(root_); }
+  // Not by remove_all: torch 2.11's libtorch.so gives programs its own, which crashes.
+  ~Folder() {
+    std::vector<std::string> paths{root_};
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(root_)) paths.push_back(entry.path());
+    std::sort(paths.rbegin(), paths.rend());  // a folder after what is in it
+    for (const auto& path : paths) std::remove(path.c_str());
+  }
   Folder(const Folder&) = delete;
 
   std::string path(const std::string& name) const { return (root_ / name).string(); }
