@@ -150,6 +150,7 @@ void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = 
   if (poisoned_rows) {
     narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, 0, 0, 3));
     narrow(infinity<float>(), &poisoned.grad_out.at(0, 0, 1, 2));
+    narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, poisoned.num_heads - 1, 2, 5));
   }
   prepare(clean, kernel);
   prepare(poisoned, kernel);

@@ -26,7 +26,10 @@ constexpr CudaKernels kCounting{
     [](const AttentionParams&, int64_t, int) { return cuda::ForwardPlan{}; },
     [](const AttentionParams&, const cuda::ForwardPlan&, void*, int, void*) -> const char* { return ++ours, nullptr; },
     [](const AttentionParams&, int64_t, int) { return false; },
-    [](const AttentionBackwardParams&, int64_t, int, void*) -> const char* { return ++ours, nullptr; },
+    [](const AttentionBackwardParams&, int64_t, int) { return cuda::BackwardPlan{}; },
+    [](const AttentionBackwardParams&, const cuda::BackwardPlan&, void*, int, void*) -> const char* {
+      return ++ours, nullptr;
+    },
     nullptr,
     nullptr,
     nullptr,
