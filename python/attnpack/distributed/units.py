@@ -117,8 +117,8 @@ class SharedUnit(Unit):
     def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if module.training and getattr(module, "dropout", 0.0):
             raise ValueError(
-                f"attnpack: dropout: got {module.dropout} in training, which is not supported over several processes: each "
-                "rank would draw the same numbers for other heads; set it to 0, or call eval()"
+                f"attnpack: dropout: got {module.dropout} in training, which is not supported over several "
+                "processes: each rank would draw the same numbers for other heads; set it to 0, or call eval()"
             )
         for name, value in self.plan.settings.items():
             self._set(module, name, value)

@@ -43,8 +43,8 @@ class CacheTensors(NamedTuple):
     exact_value: Tensor | None = None
     """With `bits`: [B, Hkv, slots, Dv], as `exact_key`."""
     block_table: Tensor | None = None
-    """The pages of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D or
-    Dv]."""
+    """The pages of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D]
+    and [num_pages, page_size, Hkv, Dv]."""
     block_sums: Tensor | None = None
     """A SparseCache's [B, Hkv, blocks, D]: the sums of each block of keys, in fp32 at least. A call that chooses
     blocks by their mean writes them."""
