@@ -273,9 +273,9 @@ TEST_CASE("modules that cannot be shared are refused, and left as they are") {
   };
   CHECK(contains(said(attention(GroupedQueryAttentionOptions(24, 3, 3))), "num_heads: got 3 heads of grouped"));
   CHECK(contains(said(attention(grouped(4).qk_norm(QkNorm(true).all_heads(true)))), "qk_norm: got a norm over all"));
-  CHECK(contains(said(attention(grouped(4).dropout(0.1))), "dropout: got 0.1, which is not done"));
+  CHECK(contains(said(attention(grouped(4).dropout(0.1))), "dropout: got 0.1, which is not supported"));
   const auto tiny = [] { return CausalLMOptions(19, 24, 1, 4); };
-  CHECK(contains(said([&] { return CausalLM(tiny().dropout(0.1)); }), "dropout: got 0.1, which is not done"));
+  CHECK(contains(said([&] { return CausalLM(tiny().dropout(0.1)); }), "dropout: got 0.1, which is not supported"));
   CHECK(contains(said([&] { return CausalLM(tiny().attention_dropout(0.2)); }), "dropout: got 0.2"));
   CHECK(contains(said([] { return FeedForward(FeedForwardOptions(8, 6).dropout(0.3)); }), "dropout: got 0.3"));
 
