@@ -114,7 +114,7 @@ def test_a_comparison_without_an_output_is_found():
         code("print('nothing of this')"),
         markdown(
             "All is faster.\n\n## Summary\n\n(A word before.)\n\n"
-            '- MQA is faster ("MQA against\n  MHA"). It reads less.\n'
+            '- MQA is faster ("MQA against\n  MHA"). It reads one head.\n'
             '- It is the best. Pictures show the same ("Reading").\n'
             '- They are close ("nothing of this").\n- Is it "worse"?\n- Sharing pays where caches are larger.\n'
             "\n## Exercises\n\n1. Which is the same?"
