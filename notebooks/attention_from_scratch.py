@@ -26,8 +26,8 @@
 # First one sentence is followed from text to the output of a layer, with the numbers of a real language model,
 # SmolLM2-135M. Then each piece is explained: the scale, the softmax, the mask, the heads, the block.
 #
-# All notebooks keep these colours: **blue** for queries, **orange** for keys, **green** for values, yellow for tokens,
-# violet for weights. Cells that only draw or measure are folded: a click opens them.
+# All drawings of layers keep these colours: **blue** for queries, **orange** for keys, **green** for values, yellow for
+# tokens, violet for weights. Cells that only draw or measure are folded: a click opens them.
 
 # %%
 import math

@@ -423,7 +423,7 @@ print(f"in the bytes of one kv head: latent {ranks[96, 32][1]}, merged head {mer
 # - Heads of a group become one: their mean, the first, a new one, or the mean after alignment.
 # - Equal heads lose nothing ("heads 0 to 3 equal, 4 to 7 equal; converted to 2 kv heads"); different heads lose much
 #   at once.
-# - A short training brings a part of it back, and more where more heads remain.
+# - A short training brings a part of it back, and more where more heads remain ("of the rise came back").
 # - Aligning heads before the mean costs no training, and loses far less ("1 kv head by aligned").
 # - A whole model can get latent attention. Where nothing is cut, its loss is the same ("latent 96 + rotated key 48").
 #   In the bytes of one kv head it loses less than a merged head ("in the bytes of one kv head").

@@ -251,10 +251,13 @@ assert gain["decode over 16,384 keys"] > 1.5 * gain["encode 512 tokens"]
 # %% [markdown]
 # ## Summary
 #
+# (Words in quotes are those of the output that shows a comparison.)
+#
 # - Cross-attention is attention with keys and values of another sequence. It needs no causal mask.
 # - A model that must copy learns to look where the copy is: the weights show an anti-diagonal.
 # - While it writes, the target's cache grows and the source's stays.
-# - Sharing key-value heads pays where reading limits: while writing, not while encoding.
+# - Sharing key-value heads pays where reading limits: while writing, not while encoding ("one key-value head instead
+#   of 8 is").
 #
 # ## Exercises
 #

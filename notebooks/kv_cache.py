@@ -500,7 +500,8 @@ assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
 #
 # - In a causal model the past never changes, so its keys and values can be kept.
 # - With a cache a token costs one row; without it, all rows before it again.
-# - The cache grows with the text. Query heads that share key-value heads make it smaller.
+# - The cache grows with the text. Query heads that share key-value heads make it smaller ("keys and values of every
+#   head").
 # - Kinds of caches differ in where numbers lie and how exactly they are kept. They give the same attention ("same
 #   outputs from both caches"), except the quantised ones. Here 8 bits changed few of the likeliest tokens, and 4 bits
 #   about a fifth.

@@ -374,7 +374,7 @@ torch.testing.assert_close(tilted[0][:, seen], by_hand[:, seen])
 # %% [markdown]
 # ## Summary
 #
-# - Attention is blind to order; in one layer a causal mask tells before from after, and no more.
+# - Attention is blind to order; in one layer a causal mask tells before from after, and nothing else.
 # - A learned table adds a vector per place, and ends where it ends.
 # - RoPE rotates queries and keys, so that a score depends on the distance. It has no last position, but it meets new
 #   angles past the trained length.

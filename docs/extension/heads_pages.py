@@ -18,6 +18,8 @@ TEXTS = {
     "names": "Mr. Dursley left. Mrs. Potter saw Mr. Durs",
     "capitals": "France: Paris\nJapan: Tokyo\nItaly: Rome\nSpain:",
 }
+OPENED = {"pronoun": {"query": 8, "key": 1}}
+"""Where a page opens at another query than that of its first finding: here at "it", of which the text asks."""
 BACK = '<body>\n<p class="note"><a href="../howto/heads.html">attnpack: look at heads</a></p>'
 
 
@@ -48,6 +50,7 @@ def write_pages(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEXTS:
         data = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        data["open"] |= OPENED.get(name, {})
         page = page_text(MODEL, data).replace("<body>", BACK)
         (folder / f"{name}.html").write_text(page, encoding="utf-8")
 

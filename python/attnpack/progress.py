@@ -1,5 +1,5 @@
-"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed. Times in
-words."""
+"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed. Times and
+counts in words."""
 
 import contextlib
 import time
@@ -32,11 +32,16 @@ def seconds_bar(total: float, done: float, title: str) -> Iterator[Callable[[flo
         yield show
 
 
+def counted(count: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count:,} {noun}{'s'[: count != 1]}"
+
+
 def duration(seconds: float) -> str:
     """The seconds in the unit that fits."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} hours"
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else counted(round(seconds), "second")
 
 
 def finish(seconds: float) -> str:

@@ -22,7 +22,11 @@ NO_PROSE = (
     r"\[[^\]]*\]\([^)]*\)",
     r"arXiv[: ]*[\d., ]+",
 )
-COMPARES = re.compile(r"\b(?:fast(?:er|est)?|slow(?:er|est)?|close[rst]*|same|equal|best|better|worst|worse)\b", re.I)
+COMPARES = re.compile(
+    r"\b(?:fast(?:er|est)?|slow(?:er|est)?|close[rst]*|same|equal|best|better|worst|worse"
+    r"|more|less|fewer|smaller|larger|lower|higher|pays|gains)\b",
+    re.I,
+)
 NEAR = 3  # how many cells before and after a text print its numbers
 # Sizes that the code sets, and a number of the paper.
 ELSEWHERE = {
@@ -110,13 +114,17 @@ def test_a_comparison_without_an_output_is_found():
         code("print('nothing of this')"),
         markdown(
             "All is faster.\n\n## Summary\n\n(A word before.)\n\n"
-            '- MQA is faster ("MQA against\n  MHA"). It reads less.\n'
+            '- MQA is faster ("MQA against\n  MHA"). It reads one head.\n'
             '- It is the best. Pictures show the same ("Reading").\n'
-            '- They are close ("nothing of this").\n- Is it "worse"?\n'
+            '- They are close ("nothing of this").\n- Is it "worse"?\n- Sharing pays where caches are larger.\n'
             "\n## Exercises\n\n1. Which is the same?"
         ),
     ]
-    assert list(unnamed(notebook)) == ["It is the best.", 'They are close ("nothing of this").']
+    assert list(unnamed(notebook)) == [
+        "It is the best.",
+        'They are close ("nothing of this").',
+        "Sharing pays where caches are larger.",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

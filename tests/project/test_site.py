@@ -335,6 +335,16 @@ def test_the_weights_that_the_howto_names_are_on_the_pages_of_heads(site):
     assert norms[0] < 0.2 * norms[1:].mean(), "the strip of the sink's value is almost white"
 
 
+def test_a_page_of_heads_opens_where_its_text_begins(tmp_path):
+    links = LINK.findall((ROOT / "docs/howto/heads.md").read_text())
+    heads_pages.write_pages(tmp_path)
+    for name in heads_pages.TEXTS:
+        first = next(place for page, *place, _ in links if page == name and place[0])
+        page = (tmp_path / f"{name}.html").read_text()
+        opened = json.loads(re.search(r'id="data" type="application/json">(.*?)</script>', page, re.S)[1])["open"]
+        assert [opened[each] for each in ("layer", "head", "query", "key")] == list(map(int, first))
+
+
 @pytest.mark.long
 def test_the_pages_of_heads_are_the_models():
     """The stored numbers are those that SmolLM2 gives today."""

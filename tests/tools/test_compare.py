@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+from attnpack.progress import counted, duration
 from attnpack.tools import busy, cli
 from attnpack.tools.compare import decoding, models, picture, runs, training, variants
 from attnpack.tools.compare.record import Record, Run
@@ -248,6 +249,14 @@ def test_caches_have_the_bytes_of_their_formulas():
     assert all(0 < cost.ms_per_token < 1000 for cost in found.values())
 
 
+def test_the_time_of_filling_caches_is_told(monkeypatch):
+    ticks = itertools.count(0, 2)  # 2 seconds from one look at the clock to the next
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: next(ticks))
+    said: list[str] = []
+    decoding.measure_decoding({name: models.make_model(name, SMALL) for name in ("mha", "mqa", "mla")}, 8, said.append)
+    assert len(said) == 1 and said[0].startswith("the first of 3 caches is full; about 4 seconds left, until ")
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_models_are_causal_and_learn(name):
     torch.manual_seed(0)
@@ -319,6 +328,13 @@ def test_the_estimate_counts_what_is_left(text):
     assert estimate.seconds([]) == 0
     estimate.try_out(["sparse"])
     assert 0 < estimate.seconds_per_step["sparse"] < 10
+
+
+def test_times_and_counts_in_words():
+    assert [counted(n, "thread") for n in (0, 1, 2, 1000)] == ["0 threads", "1 thread", "2 threads", "1,000 threads"]
+    assert [duration(s) for s in (0.7, 1.4, 8, 90, 9000)] == [
+        "1 second", "1 second", "8 seconds", "1.5 minutes", "2.5 hours",
+    ]  # fmt: skip
 
 
 def entry(loss, cache, ms, spread: float | None = 0.02):

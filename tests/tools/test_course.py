@@ -27,8 +27,44 @@ def mask(new, past):
 
 
 def grouped(query, key, value):
+    query = query.unflatten(1, (key.shape[1], -1))  # [B, G, H / G, L, D]
+    weights = (query @ key.unsqueeze(2).mT / math.sqrt(query.shape[-1])).softmax(-1)
+    return (weights @ value.unsqueeze(2)).flatten(1, 2)
+
+
+def repeated(query, key, value):
     key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
-    return (query @ key.mT / math.sqrt(query.shape[-1])).softmax(-1) @ value
+    return grouped(query, key, value)
+
+
+def head_by_head(query, key, value):
+    group = query.shape[1] // key.shape[1]
+    heads = [grouped(query[:, h : h + 1], *(each[:, h // group, None] for each in (key, value)))
+             for h in range(query.shape[1])]  # fmt: skip
+    return torch.cat(heads, 1)
+
+
+def group_by_group(query, key, value):
+    parts = zip(query.chunk(key.shape[1], 1), key.split(1, 1), value.split(1, 1), strict=True)
+    return torch.cat([grouped(*part) for part in parts], 1)
+
+
+def text_by_text(query, key, value):
+    return torch.cat([grouped(*part) for part in zip(*(each.split(1) for each in (query, key, value)), strict=True)])
+
+
+def step_by_library(layer, token, past):
+    (q, _, _), (_, pair) = layer.project(token), step(layer, token, past)
+    return layer.o_proj(attnpack.attention(q, *pair).transpose(1, 2).flatten(2)), pair
+
+
+def step_by_cache(layer, token, past):
+    cache = attnpack.DynamicCache()
+    if past is not None:
+        layer(torch.zeros(2, past[0].shape[2], 12), cache=cache)
+        for held, wanted in zip((cache.k, cache.v), past, strict=True):
+            held.copy_(wanted)
+    return layer(token, cache=cache), (cache.k.clone(), cache.v.clone())
 
 
 def to_groups(layer, groups):
@@ -145,6 +181,8 @@ WRONG = {
         lambda layer, x, past: (None, step(layer, x, past)[1]),
         "the output of step 1 returned NoneType",
     ),
+    "attention of the library": (course.check_decode, step_by_library, "right numbers, but of attnpack::attention"),
+    "a cache of the library": (course.check_decode, step_by_cache, "right numbers, but of attnpack::"),
     "True is hidden": (course.check_chunk_mask, lambda new, past: ~mask(new, past), "may attend"),
     "the past forgotten": (course.check_chunk_mask, lambda new, past: mask(new + past, 0)[:new], "of mask(1, 4)"),
     "numbers": (course.check_chunk_mask, lambda new, past: mask(new, past).float(), "torch.bool"),
@@ -153,6 +191,11 @@ WRONG = {
         lambda q, k, v: grouped(q, k.repeat(1, 6 // k.shape[1], 1, 1), v.repeat(1, 6 // v.shape[1], 1, 1)),
         "with 3 key-value heads differs",
     ),
+    "repeated heads": (course.check_groups, repeated, "right numbers, but repeat_interleave was called"),
+    "head by head": (course.check_groups, head_by_head, "a loop: the calls of torch for (B, H, G) are"),
+    "group by group": (course.check_groups, group_by_group, "a loop: the calls of torch for (B, H, G) are"),
+    "text by text": (course.check_groups, text_by_text, "a loop: the calls of torch for (B, H, G) are"),
+    "groups of the library": (course.check_groups, attnpack.attention, "right numbers, but of attnpack::attention"),
     "first head": (
         course.check_to_groups,
         lambda layer, groups: attnpack.convert.to_gqa(layer, groups, "first"),

@@ -305,7 +305,7 @@ def test_the_output_is_the_sum_of_weight_times_value(model, page, tmp_path):
     values = values_of(model)[0][1]
     output = lm_attention(model, torch.arange(6)[None])[0][0, 3, 4] @ values
     much = (output / values.abs().max()).clamp(-1, 1)
-    full = torch.where(much[:, None] > 0, torch.tensor([0.0, 114, 178]), torch.tensor([213.0, 94, 0]))
+    full = torch.where(much[:, None] > 0, torch.tensor([0.0, 158, 115]), torch.tensor([204.0, 121, 167]))
     shown = torch.tensor(json.loads(re.search("<title>(.*?)</title>", dom)[1])).view(8, 4)[:, :3]
     torch.testing.assert_close(shown.float(), 255 + (full - 255) * much.abs()[:, None], atol=1.5, rtol=0)
 

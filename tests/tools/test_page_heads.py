@@ -330,7 +330,7 @@ def test_findings_are_the_clearest_heads():
     far[5, 1] = 0.6
     found = {each.habit: each for each in find([layer_with(torch.stack([before, far])),
                                                 layer_with(torch.stack([itself, follows]), 1)], tokens)}  # fmt: skip
-    names = ["what followed the same token before", "one word further back", "the token before", "itself"]
+    names = ["what followed the same token before", "an earlier word", "the token before", "itself"]
     assert list(found) == names
     picked = {name: each[1:5] for name, each in found.items()}
     assert picked[names[0]] == (1, 1, 3, 1) and found[names[0]].share == pytest.approx(0.6)

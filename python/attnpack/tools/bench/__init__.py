@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ... import _C, __version__
-from ...progress import progress
+from ...progress import counted, progress
 from ..busy import OtherWork
 from .cases import SECTIONS, Case, Limits, cases
 from .devices import Cpu, Cuda, device_named
@@ -103,7 +103,8 @@ def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Ten
 
 
 def format_table(limits: Limits, results: list[Result], peers: list[str], on: Cpu | Cuda) -> str:
-    processor = f", {torch.get_num_threads()} threads, instruction set {_C.isa()}" if on.device == "cpu" else ""
+    used = counted(torch.get_num_threads(), "thread")
+    processor = f", {used}, instruction set {_C.isa()}" if on.device == "cpu" else ""
     pairs = f", {limits.bf16_flops / 1e9:.0f} bf16" if limits.bf16_flops != limits.flops else ""
     lines = [
         f"{on.name()}{processor}, torch {torch.__version__}",
@@ -152,7 +153,7 @@ def conditions(dtype: str = "fp32") -> str:
     threads, limits = torch.get_num_threads(), Cpu().limits()
     rate = limits.bf16_flops if dtype == "bf16" else limits.flops
     return (
-        f"{machine()}, {threads} thread{'s'[: threads > 1]}, {dtype}; "
+        f"{machine()}, {counted(threads, 'thread')}, {dtype}; "
         f"limits: {rate / 1e9:.0f} GFLOP/s, {limits.bytes_per_second / 1e9:.1f} GB/s read"
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ... import _C, CausalLM, __version__
 from ...checkpoints import load_tokenizer, smollm2_path
 from ...errors import DTYPES
-from ...progress import progress
+from ...progress import counted, progress
 from .cases import Limits
 from .devices import Cpu
 from .model_peers import PEERS, Contender, LeftOut, make_contenders, reason, version
@@ -113,12 +113,12 @@ def _measure_row(
 
 
 def format_table(results: list[ModelResult], peers: list[str], rounds: int, sizes: Sizes, on: Cpu) -> str:
+    used = counted(torch.get_num_threads(), "thread")
     lines = [
-        f"SmolLM2-135M-Instruct on {on.name()}, {torch.get_num_threads()} threads, instruction set {_C.isa()}, torch "
-        f"{torch.__version__}",
+        f"SmolLM2-135M-Instruct on {on.name()}, {used}, instruction set {_C.isa()}, torch {torch.__version__}",
         *(f"{name} {found}" for name in peers if "+" not in name and (found := version(name))),
-        f"{rounds} rounds by turns. share: of the limit of memory or of multiply-adds, measured next to our calls, in "
-        "GB/s or GFLOP/s",
+        f"{counted(rounds, 'round')} by turns. share: of the limit of memory or of multiply-adds, measured next to our "
+        "calls, in GB/s or GFLOP/s",
         "each peer: its figure, and how many times its time is ours; *: some of its tokens are others than ours",
         f"{'row':<22}{'dtype':>6}{'unit':>10}{'attnpack':>10}{'limit':>13}{'share':>7}"
         + "".join(f"{name:>23}" for name in peers),

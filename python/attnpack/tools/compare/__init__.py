@@ -18,7 +18,7 @@ import torch
 from ... import __version__
 from ...atomic_write import atomic_file
 from ...checkpoints.writer import write_text
-from ...progress import duration, finish
+from ...progress import counted, duration, finish
 from .. import bench
 from ..busy import warning_of
 from ..threads import threads as torch_threads
@@ -87,7 +87,8 @@ def _measure_all(request: Request, record: Record, text: Text, parameters: dict[
     scale = request.scale
     if any(name not in record.decoding for name in request.variants):
         say(f"measures a step of decoding after {CONTEXT:,} tokens")
-        record.decoding |= measure_decoding({name: make_model(name, scale) for name in request.variants})
+        models = {name: make_model(name, scale) for name in request.variants}
+        record.decoding |= measure_decoding(models, say=say)
     # Seed by seed, so that each variant has a run soon.
     asked = [(name, seed) for seed in range(request.seeds) for name in request.variants]
     left = [(name, seed) for name, seed in asked if f"{name}/{seed}" not in record.runs]
@@ -97,8 +98,8 @@ def _measure_all(request: Request, record: Record, text: Text, parameters: dict[
     estimate.try_out({name: None for name, _ in left})
     rest = estimate.seconds(left)
     say(
-        f"{len(left)} of {len(asked)} runs of {scale.steps} steps are left: about {duration(rest)}, until "
-        f"{finish(rest)}; Ctrl-C keeps what is done, and the same command goes on"
+        f"left: {len(left)} of {counted(len(asked), 'run')} of {counted(scale.steps, 'step')}, about {duration(rest)}, "
+        f"until {finish(rest)}; Ctrl-C keeps what is done, and the same command goes on"
     )
     runs = Runs(request.out, scale, text, record.settings, say)
     while left:
@@ -125,8 +126,8 @@ def _about(threads: int) -> dict[str, Any]:
 def _title(request: Request, text: Text) -> str:
     scale, seeds = request.scale, request.seeds
     return (
-        f"{scale.params:,} parameters in {scale.num_layers} layers of width {scale.embed_dim}, {scale.steps:,} steps "
-        f"of {scale.batch * scale.length:,} bytes, {seeds} seed{'s'[: seeds > 1]}, {text.name}"
+        f"{scale.params:,} parameters in {scale.num_layers} layers of width {scale.embed_dim}, "
+        f"{counted(scale.steps, 'step')} of {scale.batch * scale.length:,} bytes, {counted(seeds, 'seed')}, {text.name}"
     )
 
 
@@ -137,8 +138,7 @@ def _page(title: str, entries: dict[str, Entry], record: Record, guessing: float
     lines = [
         "# attnpack compare",
         "",
-        f"{title}; {about['machine']}, {about['threads']} thread{'s'[: about['threads'] > 1]}, torch {about['torch']}, "
-        f"{about['date']}.",
+        f"{title}; {about['machine']}, {counted(about['threads'], 'thread')}, torch {about['torch']}, {about['date']}.",
         "",
         format_table(entries),
         "",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ...progress import duration, finish
 from .models import ByteModel
 
 CONTEXT = 4096  # tokens in the cache
@@ -30,13 +31,19 @@ class Decoding:
 
 
 @torch.inference_mode()
-def measure_decoding(models: Mapping[str, ByteModel], context: int = CONTEXT) -> dict[str, Decoding]:
+def measure_decoding(
+    models: Mapping[str, ByteModel], context: int = CONTEXT, say: Callable[[str], None] | None = None
+) -> dict[str, Decoding]:
     """The cost of each model. They take turns, so that a busy machine slows all of them. Steps run in C++, as those of
-    `generate` do."""
+    `generate` do. Nearly all of the time fills the caches, so after the first one `say` hears how much is left."""
     natives = {name: model.eval().decoder.cpp() for name, model in models.items()}
     caches = {name: native.new_cache() for name, native in natives.items()}
     prompt = torch.randint(256, (1, context), generator=torch.Generator().manual_seed(0))
-    for name, native in natives.items():
+    began = time.perf_counter()
+    for filled, (name, native) in enumerate(natives.items()):
+        if filled == 1 and say:
+            rest = (time.perf_counter() - began) * (len(natives) - 1)
+            say(f"the first of {len(natives)} caches is full; about {duration(rest)} left, until {finish(rest)}")
         for part in prompt.split(_CHUNK, 1):
             native.forward(part, cache=caches[name])
     held = {name: cache.nbytes for name, cache in caches.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...progress import duration, finish
+from ...progress import counted, duration, finish
 from ...training import read_state, save_state
 from ..busy import OtherWork
 from .models import Scale, make_model
@@ -70,7 +70,9 @@ class Runs:
                     )
         except KeyboardInterrupt:
             self._save(work, variant, seed)
-            self._say(f"\nkept the runs that ended, and {work.steps} steps of this one; the same command goes on")
+            self._say(
+                f"\nkept the runs that ended, and {counted(work.steps, 'step')} of this one; the same command goes on"
+            )
             raise
         except ValueError as error:
             raise ValueError(f"{variant}, seed {seed}: {error}") from error
@@ -93,7 +95,7 @@ class Runs:
             state = read_state(self._state, "remove it to begin this run anew")
             if state["about"] == self._about_run(variant, seed):  # else it is of a run that nobody asks for now
                 work.load_state(state["work"])
-                self._say(f"{variant}, seed {seed}: goes on after {work.steps} steps")
+                self._say(f"{variant}, seed {seed}: goes on after {counted(work.steps, 'step')}")
         return work
 
     def _save(self, work: ByteTraining, variant: str, seed: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...progress import counted
 from ..bench import conditions
 from ..busy import OtherWork
 from ..plot import check_picture, plot_kv_memory
@@ -27,7 +28,8 @@ def main(args: argparse.Namespace) -> None:
         figures["model"] = run_model(say=say)
 
     say("\n2. The variants: embed_dim 512, 8 query heads of 64, fp32, one decode step after 2048 tokens")
-    say(f"   {torch.get_num_threads()} threads; SDPA: the same step with torch's scaled_dot_product_attention\n")
+    used = counted(torch.get_num_threads(), "thread")
+    say(f"   {used}; SDPA: the same step with torch's scaled_dot_product_attention\n")
     others = OtherWork()
     rows = compare_variants()
     figures["variants"] = rows_as_dicts(rows)

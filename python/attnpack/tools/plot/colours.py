@@ -1,4 +1,4 @@
-"""The colours of pictures: one for each part of attention, and one for each kind of it, the same in all notebooks."""
+"""The colours of pictures: one for each part of attention in drawings of layers, and one for each kind of it."""
 
 INK = "#222222"
 

@@ -16,7 +16,7 @@ from .heads import Heads
 LEAST = 0.25
 """A habit with a smaller share of the weight is none."""
 FAR = 3
-"""From this distance on a key is "further back"."""
+"""From this distance on a key is "an earlier word"."""
 
 
 class Finding(NamedTuple):
@@ -66,7 +66,7 @@ def _habits(tokens: Sequence[str]) -> Iterator[_Habit]:
     further = (distance >= FAR) & (at > 0) & words & words[:, None]
     yield _Habit("what followed the same token before", followed & late, True)
     yield _Habit("the same token before", told & late, True)
-    yield _Habit("one word further back", further & ~copies & ~followed, False)
+    yield _Habit("an earlier word", further & ~copies & ~followed, False)
     yield _Habit("the token before", (distance == 1) & late, True)
     yield _Habit("the token after", distance == -1, True)
     yield _Habit("itself", (distance == 0) & late, True)
