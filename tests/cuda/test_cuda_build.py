@@ -158,7 +158,7 @@ ATTNPACK_FORWARD(bytes, forward_mma_block<ForwardTile<BFloat16, 1, 4, 128, KeysI
 ATTNPACK_FORWARD(latent, forward_latent_block<BFloat16, 1, 4>)
 __global__ void gradient(const __grid_constant__ AttentionBackwardParams p,
                          const __grid_constant__ BackwardPlan plan) {
-  backward_mma_block<BFloat16, Gradient::kKeyAndValue, 128>(p, plan, blockIdx.x, shared);
+  backward_mma_block<BFloat16, Gradient::kKeyAndValue, 128>(p, plan, nullptr, blockIdx.x, shared);
 }
 }
 """

@@ -131,22 +131,6 @@ def recurrent_cache(pick: Random) -> Call:
     return "cache_advance", [*held, draw(batch, 4, 3, seed=2), state, more, None], right
 
 
-def mask_of_chunks(pick: Random) -> Call:
-    length, keys, chunk = pick.randint(0, 9), pick.randint(0, 30), pick.randint(1, 9)
-    counted = torch.arange(length) + pick.randint(0, 20)
-    counted = pick.choice([counted, counted.expand(2, -1)])
-    mask = pick.choice([None, draw(length, keys) > 0, draw(length, keys)])
-
-    def right(result):
-        same = counted[..., None] // chunk == torch.arange(keys) // chunk
-        expected = same = same.unsqueeze(-3) if same.dim() == 3 else same
-        if mask is not None:
-            expected = same & mask if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
-        assert_close(*torch.broadcast_tensors(result, expected))
-
-    return "mask_of_chunks", [counted, keys, chunk, mask], right
-
-
 def stored(pick: Random) -> Call:
     kind, rows, inputs = pick.choice(list(FORMATS)), pick.randint(1, 20), 256 * pick.randint(1, 3)
     blocks = random_blocks(kind, rows=rows, inputs=inputs)
@@ -170,5 +154,5 @@ def stored(pick: Random) -> Call:
 
 
 MAKERS: list[Callable[[Random], Call]] = [
-    gated_convolution, linear_attend, delta_attend, state_space_attend, recurrent_cache, mask_of_chunks, stored,
+    gated_convolution, linear_attend, delta_attend, state_space_attend, recurrent_cache, stored,
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from attnpack import attention, attention_scores, reference
-from op_cases import COVERING, NAN, check_against_reference, compute_results, describe, draw, make_inputs
+from op_cases import COVERING, DTYPES, NAN, check_against_reference, compute_results, describe, draw, make_inputs
 from torch.testing import assert_close
 
 
@@ -13,10 +13,24 @@ def test_error_is_at_most_twice_plain_pytorchs(case):
     check_against_reference(make_inputs(**case))
 
 
+@pytest.mark.parametrize("names", [None, "keys", "blocks of 3"])
+@pytest.mark.parametrize("heads", ["mha", "uneven"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1, 600), (7, 17), (97, 257), (129, 127)])
+def test_chunks_with_every_rule(lengths, dtype, heads, names):
+    """Against fp64, with gradients; alone, and beside what else says which keys count."""
+    alone = {"chunk": 70, "q_offset": -3}
+    for positions in (alone, {"chunk": 50, "window": (30, 3), "causal": True, "q_offset": "end"}):
+        scores = {} if positions is alone else {"softcap": 0.7, "sinks": True, "alibi": True}
+        check_against_reference(make_inputs(dtype, heads, lengths, (17, 10), positions=positions, scores=scores,
+                                            kv_lens=torch.int64, names=names))  # fmt: skip
+
+
 FEATURES = {
     "plain": {},
     "causal": {"positions": {"causal": True, "q_offset": 1}},
     "window": {"positions": {"window": (1, 1), "q_offset": "tensor"}},
+    "chunk": {"positions": {"chunk": 3, "q_offset": "tensor"}},
     "kv_lens": {"kv_lens": torch.int64},
     "float mask": {"mask": "own"},
     "broadcast mask": {"mask": "float64 rows"},

@@ -17,6 +17,7 @@ FEATURES = {
     "causal": {"positions": {"causal": True, "q_offset": "end"}},
     "rows without keys": {"positions": {"causal": True, "q_offset": -2}},
     "window": {"positions": {"window": (1, 1), "q_offset": "tensor"}},
+    "chunk": {"positions": {"chunk": 3, "q_offset": "tensor"}},
     "kv_lens": {"kv_lens": torch.int64},
     "bool mask": {"mask": "bool"},
     "float mask": {"mask": "own -inf"},

@@ -1,5 +1,6 @@
 """Tiny checkpoints of transformers, and changes to them."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -60,7 +61,8 @@ CONFIGS = {
 def random_model(config):
     """A transformers model whose biases and norms are not trivial."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    # A copy, because a model writes its dtype into its config, and tests share configs.
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -72,8 +72,8 @@ class CausalLM(NativeModule):
             default embed_dim / num_v_heads), head_v_dim, conv_kernel_size, norm_eps (default eps), allow_neg_eigval,
             bias, conv_bias, feature_map, decay; of "mamba2" num_k_heads is num_groups (default 1), head_k_dim
             state_dim and head_v_dim head_dim. Its caches are RecurrentCaches, which cannot be cropped.
-        tail: the end of each layer, behind its feed-forward: a dict with `input_dim` and `vocab_size`, both None for
-            only a factor; see LayerTail and LayerInputTable (Gemma 4).
+        tail: the end of each layer, behind its feed-forward: a dict with `input_dim` and `vocab_size`, both None where
+            it is a factor; see LayerTail and LayerInputTable (Gemma 4).
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
             v_head_dim, and optionally q_lora_rank, latent_norm, query_scale and path, as in MultiHeadLatentAttention,
             which also takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window, scores and out_bias.

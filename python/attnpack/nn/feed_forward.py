@@ -68,8 +68,9 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`ops.swiglu`, and torch's operators, whose derivatives it has, where gradients are on or a graph is traced."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    """`ops.swiglu`, and torch's operators, whose derivatives it has, where a gradient flows or a graph is traced."""
+    flows = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    if flows or torch.compiler.is_compiling():
         return F.silu(gate) * up
     return swiglu(gate, up)
 

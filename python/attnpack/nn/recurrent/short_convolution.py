@@ -1,4 +1,4 @@
-"""Layers around only the short convolution."""
+"""Layers around the short convolution, without a state of another kind."""
 
 from __future__ import annotations
 
