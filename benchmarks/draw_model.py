@@ -12,6 +12,7 @@ PICTURE = ROOT / "docs/images/model.svg"
 MACHINES = {
     "Zen 5, AVX-512": "model.txt",
     "Zen 4, AVX-512": "model_zen4.txt",
+    "Zen 5, only AVX2": "model_avx2.txt",
 }
 PEERS = {"transformers": "#e69f00", "llama.cpp": "#0072b2", "zentorch": "#009e73"}
 ROWS = {

@@ -92,19 +92,18 @@ for (section, dtype), each in shares.items():
     print(f"{section:<14}{dtype:<7}{len(each):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}   {name}")
 
 # %% [markdown]
-# The lowest shares of cold decoding (63% in fp32, 42% in bf16) are those of 32 query heads on one key-value head. There
+# The lowest shares of cold decoding (43% in fp32, 35% in bf16) are those of 32 query heads on one key-value head. There
 # arithmetic is the limit, so the shares are of the multiply-adds per second. Why these calls stay so far below it is
-# not known. In latent decoding (from 36%, with 16 heads in bf16) all heads read one latent, so arithmetic is the
+# not known. In latent decoding (from 27%, with 16 heads in bf16) all heads read one latent, so arithmetic is the
 # limit too, and the reason for the rest is not known either.
 #
 # A share counts the multiply-adds of the two products, and not the softmax between them. One bf16 instruction
 # multiplies two pairs of numbers and adds both products ("pairs"), so products run twice as fast; the softmax stays in
-# fp32. That fits the shares of prefill, which are lower in bf16 than in fp32. The lowest, 53%, is that of causal heads
+# fp32. That fits the shares of prefill, which are lower in bf16 than in fp32. The lowest, 54%, is that of causal heads
 # of 64. How much of it the softmax takes was not measured.
 #
-# Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which the forward pass
-# used in this run and the backward pass did not. Since then the backward pass uses it too. So the row of training in
-# bf16 (35% to 46%) is of an older library; the [performance notes](../PERFORMANCE.md) have the shares of a later run.
+# Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which both passes use.
+# How much of the rest the softmax and the conversions between products take was not measured.
 #
 # The "small" calls are of one token and of 16. With one token nearly all of the time is overhead: checking arguments,
 # making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype. With 16 the
@@ -177,7 +176,8 @@ print("\n".join(slower) or "nowhere in this run")
 # ## And here, now
 #
 # A part of the same measurement, run live with this notebook on its machine: short calls, in which the overhead
-# matters, on one thread, because two threads on a busy machine wait for each other.
+# matters, on one thread, because two threads on a busy machine wait for each other. With two threads SDPA may be ahead
+# in such calls, as the stored run of all peers shows.
 
 # %% tags=["hide-input"] jupyter={"source_hidden": true}
 threads = torch.get_num_threads()

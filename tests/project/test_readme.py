@@ -78,9 +78,9 @@ def test_the_headlines_figures_are_stored():
     assert shown == [
         (stored[case][0], stored[case][1][PEERS[peer]]) for case, (_, peer, _) in zip(cases, rows, strict=True)
     ]
-    busy = (ROOT / "benchmarks/results/busy.txt").read_text()
-    (step,) = re.findall(r"^SmolLM2's step +0 .* torch ([\d.]+) ", busy, flags=re.M)
-    assert f"fp32 takes {step} of [transformers' time](benchmarks/results/busy.txt)" in " ".join(README.split())
+    avx2 = (ROOT / "benchmarks/results/model_avx2.txt").read_text()
+    (step,) = re.findall(r"^decode batch 1 .* ([\d.]+)x *$", avx2, flags=re.M)
+    assert f"with AVX2 fp32 tokens {step} times" in " ".join(README.split())
 
 
 def test_the_picture_of_the_model_is_what_the_script_draws():
