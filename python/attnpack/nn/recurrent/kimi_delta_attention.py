@@ -57,7 +57,7 @@ class KimiDeltaAttention(RecurrentLayer):
         num_heads: heads of queries, keys and values.
         head_dim: their width; required.
         conv_kernel_size: tokens that the convolution sees.
-        norm_eps: eps of the norm.
+        norm_eps: eps of the norm; the configs of Kimi-Linear have 1e-5.
     """
 
     _cpp_class = cpp.KimiDeltaAttention
