@@ -33,7 +33,6 @@ cat >"$out/tools/c++" <<SH
 #!/bin/bash
 exec "$zig" c++ -target aarch64-macos.14.0 -include float.h "\${@/#-march=armv8.2-a/-mcpu=generic+v8_2a}" -O0
 SH
-done
 chmod +x "$out"/tools/*
 cmake -S . -B "$out/tree" -G Ninja -DCMAKE_SYSTEM_NAME=Darwin -DCMAKE_SYSTEM_PROCESSOR=arm64 \
   -DCMAKE_CXX_COMPILER="$out/tools/c++" -DCMAKE_AR="$out/tools/ar" -DCMAKE_RANLIB="$out/tools/ranlib" \

@@ -27,6 +27,13 @@ def test_cpp():
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.parametrize("script", sorted([*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci/run"]), ids=lambda p: p.name)
+def test_shell(script):
+    """bash can read it: some scripts are for systems that nobody here has."""
+    checked = run_program("bash", "-n", script)
+    assert checked.returncode == 0, checked.stderr
+
+
 @pytest.mark.parametrize(
     "header, allowed",
     [
