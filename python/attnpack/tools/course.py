@@ -155,16 +155,11 @@ def check_padded_source(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
     lens[b] keys of sequence b are real."""
     query, lens = _random(3, 2, 4, 8), torch.tensor([6, 2, 5])
     key, value = _random(2, 3, 2, 6, 8).unbind(0)
-    said = _compare(
-        attend(query, key, value, torch.full((3,), 6)), attention(query, key, value), "attend without padding"
-    )
-    return (
-        said
-        if said != "right"
-        else _compare(
-            attend(query, key, value, lens), attention(query, key, value, kv_lens=lens), "attend with lens 6, 2 and 5"
-        )
-    )
+    for name, real in (("attend without padding", torch.full((3,), 6)), ("attend with lens 6, 2 and 5", lens)):
+        said = _compare(attend(query, key, value, real), attention(query, key, value, kv_lens=real), name)
+        if said != "right":
+            return said
+    return "right"
 
 
 @torch.no_grad()

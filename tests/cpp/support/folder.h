@@ -23,7 +23,7 @@ class Folder {
   ~Folder() {
     std::vector<std::string> paths{root_};
     for (const auto& entry : std::filesystem::recursive_directory_iterator(root_)) paths.push_back(entry.path());
-    std::sort(paths.rbegin(), paths.rend());  // a folder after what is in it
+    std::sort(paths.rbegin(), paths.rend());  // the files of a folder come before it
     for (const auto& path : paths) std::remove(path.c_str());
   }
   Folder(const Folder&) = delete;

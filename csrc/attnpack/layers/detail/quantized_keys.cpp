@@ -180,8 +180,8 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
 
   kv_cache_append_(cache.key, cache.value, cache.lengths, key_rows, value_rows, layer.kv_lens, limit);
   if (cache.exact_key)
-    kv_cache_append_(*cache.exact_key, *cache.exact_value, past.clone(), k.detach(), value.detach(), layer.kv_lens,
-                     std::nullopt, cache.dropped);
+    kv_cache_append_(*cache.exact_key, *cache.exact_value, copy_lengths(past), k.detach(), value.detach(),
+                     layer.kv_lens, std::nullopt, cache.dropped);
   Stored stored{cache.key, cache.value, cache.bits, {}, {}, past, copy_lengths(cache.lengths)};
   if (cache.exact_key) {
     stored.exact_key = *cache.exact_key;

@@ -36,7 +36,7 @@ class LastAngles {
 
  private:
   void compute(int64_t position, at::ArrayRef<double> inv_freq, double factor) {
-    inv_freq_ = inv_freq.vec();
+    inv_freq_.assign(inv_freq.begin(), inv_freq.end());
     cos_.resize(inv_freq.size());
     sin_.resize(inv_freq.size());
     fill_angles(position, inv_freq, factor, cos_.data(), sin_.data());

@@ -100,10 +100,8 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
 
 AttentionResult make_outputs(PreparedAttention& prepared, const Tensor& query) {
   AttentionParams& p = prepared.params;
-  // In the layout of empty_laid_as.
-  const Tensor out = query.is_contiguous()
-                         ? empty_result({p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options())
-                         : empty_result({p.batch, p.q_len, p.num_heads, p.v_head_dim}, query.options()).transpose(1, 2);
+  const Tensor out = make_laid_as(query, at::IntArrayRef{p.batch, p.num_heads, p.q_len, p.v_head_dim},
+                                  [&](at::IntArrayRef sizes) { return empty_result(sizes, query.options()); });
   const Tensor lse =
       empty_result({p.batch, p.num_heads, p.q_len}, query.options().dtype(accumulation_type(query.scalar_type())));
   p.out = out.mutable_data_ptr();

@@ -9,9 +9,14 @@ namespace attnpack {
 // An empty [batch, heads, length, width] tensor in the layout of `like`: contiguous if `like` is, and else stored
 // [batch, length, heads, width], so that joining the heads is a view. All results have this layout. Kernels and Meta
 // must agree on it (Inductor asserts strides).
+// Sizes: an array of int64_t or SymInt. empty(sizes) makes a contiguous tensor.
+template <class Sizes, class Empty>
+at::Tensor make_laid_as(const at::Tensor& like, Sizes shape, const Empty& empty) {
+  if (like.is_contiguous_or_false()) return empty(shape);
+  return empty({shape[0], shape[2], shape[1], shape[3]}).transpose(1, 2);
+}
 inline at::Tensor empty_laid_as(const at::Tensor& like, c10::SymIntArrayRef shape, const at::TensorOptions& options) {
-  if (like.is_contiguous_or_false()) return at::empty_symint(shape, options);
-  return at::empty_symint({shape[0], shape[2], shape[1], shape[3]}, options).transpose(1, 2);
+  return make_laid_as(like, shape, [&](c10::SymIntArrayRef sizes) { return at::empty_symint(sizes, options); });
 }
 inline at::Tensor empty_laid_as(const at::Tensor& like) {
   return empty_laid_as(like, like.sym_sizes(), like.options());

@@ -187,8 +187,8 @@ class Chunk {
   A* whole_decay;                  // of the whole chunk, [key_ld]
   A* beta;                         // [count]
   A *probs, *overlaps;             // P and -A, [count, score_ld]; 0 above the diagonal
-  A *query_products,
-      *key_products;           // one decay per head: q_t k_s and k_t k_s, which all value heads of a key head share
+  // One decay per head: q_t k_s and k_t k_s, which all value heads of a key head share.
+  A *query_products, *key_products;
   A* spans;                    // one decay per head: prod_{s < r <= t} a_r, [count, score_ld]
   A *from_start, *to_end;      // per channel: the decays from the start of the token's block to the
                                // token, and from the token to the start of the present block
