@@ -4,17 +4,26 @@ and decode steps.
 Prefill and training are shares of the CPU's peak of fused multiply-adds in fp32, measured before and after. They count
 6 D Dv + 128 (D + Dv) operations per token and value head, twice that for the backward pass. A decode step is
 compared with a copy of its states, which reads and writes the same bytes: one that returns new states with a new copy,
-one in place with a copy to memory that is there. All calls of a round are timed in turn, and
-the least time counts.
+one in place with a copy to memory that is there. All calls of a round are timed in turn, and the least time counts.
+
+With --ggml FOLDER the op of llama.cpp, the CPU engine that has one, takes part in the fp32 rows; it has no gradients.
+FOLDER holds libggml-base.so and libggml-cpu.so:
+
+    pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36 && tar xf llama_cpp_python-0.3.36.tar.gz
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp/ggml -B ggml -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON
+    cmake --build ggml --target ggml-base ggml-cpu
+    python benchmarks/linear_attention.py --ggml ggml/src
 """
 
 import argparse
+from pathlib import Path
 
 import attnpack
 import torch
 from attnpack import _C
 from attnpack.ops import linear_attention_
 from attnpack.tools.bench import conditions
+from ggml_delta_net import Ggml
 from packed import DTYPES, measure
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
@@ -51,6 +60,13 @@ def theirs(function, x: dict, state: torch.Tensor | None = None) -> tuple:
                     output_final_state=True)  # fmt: skip
 
 
+def by_ggml(args: argparse.Namespace, x: dict, state: torch.Tensor):
+    """The call of ggml, after a look at its numbers."""
+    call = Ggml(args.ggml).delta_rule(x, state, args.threads)
+    torch.testing.assert_close(call(), ours(x, state), rtol=1e-3, atol=1e-3)
+    return call
+
+
 def with_gradients(call, x: dict) -> None:
     with torch.enable_grad():
         leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
@@ -77,14 +93,21 @@ def time_sequences(args: argparse.Namespace) -> None:
             "training, decay per channel": lambda: with_gradients(ours, channels),  # noqa: B023
             "training, transformers": lambda: with_gradients(chunked, x),  # noqa: B023
         }
+        if args.ggml and dtype == torch.float32 and not args.key_heads:
+            zeros = torch.zeros(args.batch, args.heads, args.width, args.width)
+            calls["prefill, ggml"] = by_ggml(args, x, zeros)
+            calls["prefill, decay per channel, ggml"] = by_ggml(args, channels, zeros)
         limit = peak()
         times = {call: min(found) for call, found in measure(calls, args.rounds).items()}
         limit = max(limit, peak())
         for call, seconds in times.items():
             share = work * (3 if call.startswith("training") else 1) / seconds / limit
-            print(f"{name:>5} {call:>28}: {seconds * 1e3:8.2f} ms, {share:4.0%} of {limit / 1e9:.0f} GFLOP/s")
+            print(f"{name:>5} {call:>32}: {seconds * 1e3:8.2f} ms, {share:4.0%} of {limit / 1e9:.0f} GFLOP/s")
         prefill, training = (times[f"{call}, transformers"] / times[call] for call in ("prefill", "training"))
         print(f"{name:>5} transformers / ours: prefill {prefill:.1f}, training {training:.1f}", flush=True)
+        if "prefill, ggml" in times:
+            one, each = (times[f"{call}, ggml"] / times[call] for call in ("prefill", "prefill, decay per channel"))
+            print(f"{name:>5} ggml / ours: prefill {one:.1f}, decay per channel {each:.1f}", flush=True)
 
 
 def time_steps(args: argparse.Namespace) -> None:
@@ -100,12 +123,16 @@ def time_steps(args: argparse.Namespace) -> None:
             "copy loop": lambda: copied.copy_(state),  # noqa: B023
             "transformers": lambda: theirs(torch_recurrent_gated_delta_rule, x, state),  # noqa: B023
         }
+        if args.ggml:
+            calls["ggml"] = by_ggml(args, x, state)
         times = {call: min(found) for call, found in measure(calls, args.rounds).items()}
         print(f"decode of {batch} sequences, {heads} heads of {args.width}, states {state.nbytes / 2**20:.0f} MiB: "
               + ", ".join(f"{call} {seconds * 1e3:.3f} ms" for call, seconds in times.items())
               + f"; step / copy {times['step'] / times['copy']:.2f}, in place / copy loop "
               f"{times['step in place'] / times['copy loop']:.2f}, transformers / step "
-              f"{times['transformers'] / times['step']:.1f}", flush=True)  # fmt: skip
+              f"{times['transformers'] / times['step']:.1f}"
+              + (f", ggml / in place {times['ggml'] / times['step in place']:.2f}" if args.ggml else ""),
+              flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -117,6 +144,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=64, help="of the larger decode step")
+    parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="of ggml's libraries")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -47,6 +47,9 @@ AXES = {
         {"window": (-1, 1), "q_offset": "tensor"},
         {"window": (70, -1), "causal": True, "q_offset": "end"},
         {"window": (0, 0)},
+        {"chunk": 5, "causal": True, "q_offset": "tensor"},
+        {"chunk": 70, "q_offset": -3},
+        {"chunk": 3, "window": (1, 0), "causal": True, "q_offset": "end"},
     ],
     "kv_lens": [None, torch.int64, torch.int32],
     "scores": [

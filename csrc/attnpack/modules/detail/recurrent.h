@@ -33,4 +33,8 @@ int64_t required_size(const char* name, const std::optional<int64_t>& size);
 // log(x) for x drawn from (least, most), at first.
 at::Tensor log_of_uniform_(const at::Tensor& made, double least, double most);
 
+// x for which softplus(x) is log-uniform between 0.001 and 0.1, at first: with a bias of 1 a layer would forget within
+// a token what it is to learn to keep (Mamba-2, Dao and Gu 2024; the published delta layers begin so too).
+at::Tensor set_first_steps_(const at::Tensor& dt_bias);
+
 }  // namespace attnpack

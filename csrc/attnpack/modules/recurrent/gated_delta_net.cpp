@@ -29,7 +29,7 @@ void GatedDeltaNetImpl::reset() {
   conv1d = register_module(
       "conv1d",
       ShortConvolution(ShortConvolutionOptions(2 * keys + values, o.conv_kernel_size()).factory(o.factory())));
-  per_head("dt_bias", dt_bias).fill_(1);
+  set_first_steps_(per_head("dt_bias", dt_bias));
   log_of_uniform_(per_head("A_log", A_log), 0.01, 16);  // kept away from 0, whose log is -inf
   norm = register_module("norm", RMSNorm(RMSNormOptions(*o.head_v_dim()).eps(o.norm_eps()).factory(o.factory())));
   out_proj = linear("out_proj", values, o.embed_dim());

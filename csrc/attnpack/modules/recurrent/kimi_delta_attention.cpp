@@ -23,7 +23,7 @@ void ForgetGateImpl::reset() {
   const at::NoGradGuard no_grad;
   f_a_proj = register_module("f_a_proj", linear(o, o.embed_dim(), o.head_dim()));
   f_b_proj = register_module("f_b_proj", linear(o, o.head_dim(), width));
-  register_parameter("dt_bias", allocate("num_heads, head_dim", {width}, dt_bias, o.factory())).fill_(1);
+  set_first_steps_(register_parameter("dt_bias", allocate("num_heads, head_dim", {width}, dt_bias, o.factory())));
   log_of_uniform_(register_parameter("A_log", allocate("num_heads", {1, 1, o.num_heads(), 1}, A_log, o.factory())), 1,
                   16);
   bind_members();

@@ -7,20 +7,7 @@
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/detail/recurrent.h>
 
-#include <cmath>
-
 namespace attnpack {
-
-namespace {
-
-// Fills with x for which softplus(x) is log-uniform between 0.001 and 0.1, as the paper's code begins.
-void set_first_steps(const at::Tensor& dt_bias) {
-  if (dt_bias.is_meta()) return;
-  dt_bias.uniform_(std::log(0.001), std::log(0.1)).exp_();
-  dt_bias.add_((-(-dt_bias).expm1()).log());
-}
-
-}  // namespace
 
 void Mamba2Impl::reset() {
   const auto& o = options;
@@ -45,7 +32,7 @@ void Mamba2Impl::reset() {
       "conv1d", ShortConvolution(
                     ShortConvolutionOptions(channels, o.conv_kernel_size()).bias(o.conv_bias()).factory(o.factory())));
   in_proj = linear("in_proj", o.embed_dim(), width + channels + o.num_heads());
-  set_first_steps(per_head("dt_bias", dt_bias));
+  set_first_steps_(per_head("dt_bias", dt_bias));
   log_of_uniform_(per_head("A_log", A_log), 1, 16);
   norm = register_module("norm", RMSNorm(RMSNormOptions(width).eps(o.norm_eps()).factory(o.factory())));
   per_head("D", D).fill_(1);

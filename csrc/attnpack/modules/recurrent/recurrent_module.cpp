@@ -1,11 +1,13 @@
 #include <attnpack/modules/recurrent/recurrent_module.h>
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/ATen.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/recurrent.h>
+
+#include <cmath>
 
 namespace attnpack {
 
@@ -60,6 +62,12 @@ int64_t required_size(const char* name, const std::optional<int64_t>& size) {
 
 at::Tensor log_of_uniform_(const at::Tensor& made, double least, double most) {
   return made.is_meta() ? made : made.uniform_(least, most).log_();
+}
+
+at::Tensor set_first_steps_(const at::Tensor& dt_bias) {
+  if (dt_bias.is_meta()) return dt_bias;
+  dt_bias.uniform_(std::log(0.001), std::log(0.1)).exp_();
+  return dt_bias.add_((-(-dt_bias).expm1()).log());  // softplus(x + log(1 - exp(-x))) = x
 }
 
 }  // namespace attnpack

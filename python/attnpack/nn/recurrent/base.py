@@ -5,9 +5,11 @@ B batch, L length, N sequences (B, or those of cu_seqlens).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..._C import checks
@@ -104,3 +106,13 @@ class RecurrentLayer(NativeModule):
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self._live_config().items() if value not in (None, False)}
         return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def first_steps(size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    """A new dt_bias [size] whose softplus is log-uniform between 0.001 and 0.1, as in the papers' code: with a bias of
+    1 a layer would forget within a token what it is to learn to keep."""
+    bias = torch.empty(size, device=device, dtype=dtype)
+    if bias.is_meta:
+        return bias
+    steps = bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
+    return steps + (-torch.expm1(-steps)).log()  # softplus(x + log(1 - exp(-x))) = x

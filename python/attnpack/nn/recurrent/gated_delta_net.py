@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ... import cpp, ops
 from ..linear import project, project_all
 from ..norm import RMSNorm
-from .base import RecurrentLayer, States
+from .base import RecurrentLayer, States, first_steps
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -59,7 +59,7 @@ class GatedDeltaNet(RecurrentLayer):
     ) -> None:
         super().__init__()
         twin = self._configure(locals())
-        self.dt_bias = nn.Parameter(torch.ones(num_v_heads, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(first_steps(num_v_heads, device, dtype))
         rates = torch.empty(num_v_heads, device=device, dtype=dtype)
         # Kept away from 0, whose log is -inf.
         self.A_log = nn.Parameter(rates if rates.is_meta else rates.uniform_(0.01, 16).log_())

@@ -9,7 +9,7 @@ from ... import cpp, ops
 from ..linear import project, project_all
 from ..native import NativeModule
 from ..norm import RMSNorm
-from .base import RecurrentLayer, States
+from .base import RecurrentLayer, States, first_steps
 
 
 class ForgetGate(NativeModule):
@@ -31,7 +31,7 @@ class ForgetGate(NativeModule):
     ) -> None:
         super().__init__()
         twin = self._configure(locals())
-        self.dt_bias = nn.Parameter(torch.ones(num_heads * head_dim, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(first_steps(num_heads * head_dim, device, dtype))
         rates = torch.empty(1, 1, num_heads, 1, device=device, dtype=dtype)
         self.A_log = nn.Parameter(rates if rates.is_meta else rates.uniform_(1, 16).log_())
         self._make_children(twin, device, dtype)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from ... import cpp, ops
 from ..linear import project
 from ..norm import RMSNorm
-from .base import RecurrentLayer, States
-
-
-def _first_steps(dt_bias: Tensor) -> Tensor:
-    """x for which softplus(x) is log-uniform between 0.001 and 0.1, as the paper's code begins."""
-    if dt_bias.is_meta:
-        return dt_bias
-    steps = dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
-    return steps + (-torch.expm1(-steps)).log()
+from .base import RecurrentLayer, States, first_steps
 
 
 class Mamba2(RecurrentLayer):
@@ -69,7 +59,7 @@ class Mamba2(RecurrentLayer):
     ) -> None:
         super().__init__()
         twin = self._configure(locals())
-        self.dt_bias = nn.Parameter(_first_steps(torch.empty(num_heads, device=device, dtype=dtype)))
+        self.dt_bias = nn.Parameter(first_steps(num_heads, device, dtype))
         rates = torch.empty(num_heads, device=device, dtype=dtype)
         self.A_log = nn.Parameter(rates if rates.is_meta else rates.uniform_(1, 16).log_())
         self.D = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))

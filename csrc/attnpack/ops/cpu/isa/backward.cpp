@@ -136,7 +136,7 @@ class KeyBlockGradients {
     const int64_t first_block = tile_.keys.begin / step, last_block = (tile_.keys.end - 1) / step;
     if (block < first_block || block > last_block) return;
     load_rows();
-    alone_ = first_block == last_block && !p_.sinks;
+    alone_ = first_block == last_block;
     const int64_t count = smaller(count_, tile_.keys.end - begin);  // after these no row of the tile sees a key
     differentiate(begin, count);
     // -0.0 marks an excluded pair. Leaving such pairs out is slow, and is needed only where the other operand holds NaN
@@ -318,7 +318,8 @@ class KeyBlockGradients {
     if (p_.dropout_p > 0) {
       drop_row(row, begin, count, s, g, w_.delta[r]);
     } else {
-      const A delta = alone_ ? delta_of_row(s, g, whole) - w_.grad_lse[r] : w_.delta[r];
+      const A delta =
+          alone_ ? delta_of_row(s, g, whole, sink_share(row.head, w_.lse[r])) - w_.grad_lse[r] : w_.delta[r];
       for (int64_t j = 0; j < whole; j += kLanes<A>) {
         const Vec<A> prob = load<A>(s + j);
         store<A>(g + j, where_attended(prob, prob * (load<A>(g + j) - delta)));
@@ -336,16 +337,19 @@ class KeyBlockGradients {
     }
   }
 
+  // The probability of the head's sink in a row.
+  A sink_share(int64_t head, A lse) const { return p_.sinks ? exp_one<A>(static_cast<A>(p_.sinks[head]) - lse) : A(0); }
+
   // rowsum(dO * O) of a row whose keys are all in this block, from P and dP. It is closer, because O is rounded, and
-  // dS is a difference that nearly cancels. P does not sum to one exactly, as lse is rounded.
-  static A delta_of_row(const A* probs, const A* grad_probs, int64_t count) {
+  // dS is a difference that nearly cancels. P and the sink's share do not sum to one exactly, as lse is rounded.
+  static A delta_of_row(const A* probs, const A* grad_probs, int64_t count, A sink_share) {
     Vec<A> products = broadcast(A(0)), sum = broadcast(A(0));
     for (int64_t j = 0; j < count; j += kLanes<A>) {
       const Vec<A> prob = load<A>(probs + j);
       products += where_attended(prob, prob * load<A>(grad_probs + j));
       sum += prob;
     }
-    const A total = fold_lanes<A>(sum, Add());
+    const A total = fold_lanes<A>(sum, Add()) + sink_share;
     return total > 0 ? fold_lanes<A>(products, Add()) / total : A(0);
   }
 
@@ -378,7 +382,7 @@ class KeyBlockGradients {
   const AttentionParams& p_ = mask_.params();
   int64_t b_, kv_head_, count_ = 0;  // count_: how many keys the block has
   bool keys_finite_ = true;
-  bool alone_ = false;  // whether this block has all keys that the tile sees, and no sink has a share
+  bool alone_ = false;  // whether this block has all keys that the tile sees
   Arena arena_;
   BackwardScratch<S, A> w_;
   RowTile tile_;

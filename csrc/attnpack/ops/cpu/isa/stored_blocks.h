@@ -97,11 +97,11 @@ template <StoredFormat kFormat>
 constexpr int kTogether = kLayout<kFormat>.numbers == 32 ? 4 : 1;
 
 // f(block, how many blocks) for the blocks 0 .. count - 1.
-template <StoredFormat kFormat, class F>
+template <StoredFormat kFormat, int kStep = kTogether<kFormat>, class F>
 [[gnu::always_inline]] inline void for_blocks(int64_t count, F&& f) {
   int64_t block = 0;
-  for (; block + kTogether<kFormat> <= count; block += kTogether<kFormat>) f(block, Index<kTogether<kFormat>>());
-  if constexpr (kTogether<kFormat> > 1)
+  for (; block + kStep <= count; block += kStep) f(block, Index<kStep>());
+  if constexpr (kStep > 1)
     for (; block < count; ++block) f(block, Index<1>());
 }
 

@@ -90,8 +90,11 @@ void store_outputs(const StoredLinearParams& p, Range rows, int64_t output, int6
 
 #if defined(ATTNPACK_BYTE_PRODUCTS)
 
-constexpr int64_t kPanelInputs = 512;    // most inputs of a panel
-constexpr int kFewRows = kRowsTogether;  // of the input, which need no panel
+constexpr int64_t kPanelInputs = 512;  // most inputs of a panel
+// Most rows of the input that need no panel. For 5 and 6 rows of large blocks it would gain a tenth of the time, and
+// cost a fifth of this file's to compile.
+template <StoredFormat kFormat>
+constexpr int kFewRows = kTogether<kFormat> > 1 ? kRowsTogether : static_cast<int>(smaller(4, kRowsTogether));
 constexpr int64_t kMostRowBytes = kPanelInputs / 32 * 34;
 
 // Fetches memory that is read next, a piece at a time, in the order of its addresses.
@@ -190,6 +193,10 @@ struct RowProducts {
   }
 };
 
+// Blocks in one go: fewer for more rows, because the time to compile grows faster than the code.
+template <StoredFormat kFormat, int kRows>
+constexpr int kFewTogether = kRows > 2 && kTogether<kFormat> > 2 ? 2 : kTogether<kFormat>;
+
 // sums[r, o] = the products of kOutputs rows of the weight with few rows of the input: a panel would cost more.
 template <StoredFormat kFormat, int kRows>
 [[gnu::noinline]] void multiply_few_rows(const uint8_t* p, int64_t row_bytes, const RoundedBlock* x, int64_t inputs,
@@ -198,13 +205,14 @@ template <StoredFormat kFormat, int kRows>
   for (int64_t v = 0; v < kVectors; ++v) {
     Floats total[kRows] = {};
     const uint8_t* const first = p + v * kLanes<float> * row_bytes;
-    for_blocks<kFormat>(inputs / kNumbers, [&](int64_t block, auto count) ATTNPACK_INLINED {
-      ahead.fetch();
-      RowProducts<kFormat, count, kRows> products;
-      products.x = x + block * (kNumbers / kRoundedBlock) * kRows;
-      unpack_blocks<kFormat, count>(first + block * kBytes, row_bytes, products);
-      products.add_to(total);
-    });
+    for_blocks<kFormat, kFewTogether<kFormat, kRows>>(
+        inputs / kNumbers, [&](int64_t block, auto count) ATTNPACK_INLINED {
+          ahead.fetch();
+          RowProducts<kFormat, count, kRows> products;
+          products.x = x + block * (kNumbers / kRoundedBlock) * kRows;
+          unpack_blocks<kFormat, count>(first + block * kBytes, row_bytes, products);
+          products.add_to(total);
+        });
     for (int r = 0; r < kRows; ++r) store_floats(sums + r * kOutputs + v * kLanes<float>, total[r]);
   }
 }
@@ -291,9 +299,9 @@ void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, vo
   const auto store = [&] {
     dispatch_stored(p.dtype, [&](auto s) { store_outputs<decltype(s)>(p, rows, output, count, panel.sums); });
   };
-  if (rows.end - rows.begin <= kFewRows && count == kOutputs) {
+  if (rows.end - rows.begin <= kFewRows<kFormat> && count == kOutputs) {
     const RoundedTile x(p, rows.begin);
-    with_rows<kFewRows>(x.rows, [&](auto few) {
+    with_rows<kFewRows<kFormat>>(x.rows, [&](auto few) {
       multiply_few_rows<kFormat, few>(weight, p.row_bytes, x.first, p.inputs, ahead, panel.sums);
     });
     return store();

@@ -5,8 +5,9 @@
 namespace attnpack::cuda {
 namespace {
 
+// 4 blocks leave a thread 128 registers. Without a number ptxas aimed at 72 for bf16 on sm_80, and spilled 340 bytes.
 template <class S, class A>
-__global__ void __launch_bounds__(kExactThreads)
+__global__ void __launch_bounds__(kExactThreads, 4)
     exact_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan, void* workspace) {
   __shared__ ExactShared<A> shared;
   forward_exact_block<S, A>(p, plan, workspace, blockIdx.x, &shared);
