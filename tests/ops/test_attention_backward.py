@@ -26,6 +26,16 @@ def test_chunks_with_every_rule(lengths, dtype, heads, names):
                                             kv_lens=torch.int64, names=names))  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", ["mha", "gqa", "uneven"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [(1, 129), (40, 40)])
+def test_few_keys_beside_a_sink(lengths, dtype, heads):
+    """There dS = P (dP - delta) nearly cancels, and shows how delta is rounded."""
+    for window in ((0, 0), (1, 0)):
+        check_against_reference(make_inputs(dtype, heads, lengths, (65, 17), mask="float64 rows", layout="offset",
+                                            positions={"window": window}, scores={"sinks": True}))  # fmt: skip
+
+
 FEATURES = {
     "plain": {},
     "causal": {"positions": {"causal": True, "q_offset": 1}},
