@@ -1,34 +1,62 @@
-"""Draws docs/images/model.svg: SmolLM2-135M on attnpack and on its rivals, on two machines.
+"""Draws docs/images/model.svg: SmolLM2-135M and single calls of attention, on attnpack and on its rivals.
 
-python benchmarks/draw_model.py    from benchmarks/results/model*.txt, the stored runs of `attnpack bench model`
+python benchmarks/draw_model.py
+
+It reads stored runs in benchmarks/results: model*.txt of `attnpack bench model`, quick*.json of `attnpack bench --quick
+--json`, peers.txt of `attnpack bench --quick --peers`, and encoder_grid*.txt of `python benchmarks/encoder_grid.py`.
 """
 
+import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
 PICTURE = ROOT / "docs/images/model.svg"
-MACHINES = {
-    "Zen 5, AVX-512": "model.txt",
-    "Zen 4, AVX-512": "model_zen4.txt",
-    "Zen 5, only AVX2": "model_avx2.txt",
+
+Table = dict[tuple[str, str], dict[str, float]]
+"""{(row, dtype): {peer: its time in units of ours}}"""
+
+
+class Machine(NamedTuple):
+    name: str
+    processor: str
+    runs: tuple[str, ...]  # files; of two with the same row and peer the later one counts
+
+
+MACHINES = (
+    Machine("Zen 5", "AVX-512", ("model.txt", "peers.txt", "quick.json", "encoder_grid_zen5.txt")),
+    Machine("Zen 4", "AVX-512", ("model_zen4.txt", "encoder_grid.txt")),
+    Machine("AVX2", "Zen 5 held to AVX2", ("model_avx2.txt", "quick-avx2.json", "encoder_grid_avx2.txt")),
+)
+PEERS = {"PyTorch's SDPA": "#cc79a7", "transformers": "#e69f00", "llama.cpp": "#0072b2", "zentorch": "#009e73"}
+GROUPS = {
+    "SmolLM2-135M": {
+        "decode batch 1": "writes one token",
+        "decode batch 16": "writes for 16 texts",
+        "decode 8192 context": "writes after 8,192 tokens",
+        "prefill 512 tokens": "reads 512 tokens",
+        "prefill 2048 tokens": "reads 2,048 tokens",
+    },
+    "one call of attention": {
+        "decode 32/8 D128 keys, cold": "one token, a long cache",
+        "prefill 8/2 D128 L1024 causal": "a prompt of 1,024 tokens",
+        "4 x 512 | D 64 | full": "4 texts of 512 tokens",
+        "64 x 16 | D 64 | full": "64 texts of 16 tokens",
+        "small 4/4 D64 L16": "one text of 16 tokens",
+    },
 }
-PEERS = {"transformers": "#e69f00", "llama.cpp": "#0072b2", "zentorch": "#009e73"}
-ROWS = {
-    "decode batch 1": "writes one token",
-    "decode batch 16": "writes for 16 texts",
-    "decode 8192 context": "writes after 8,192 tokens",
-    "prefill 512 tokens": "reads 512 tokens",
-    "prefill 2048 tokens": "reads 2,048 tokens",
-}
-LEFT, PANEL, GAP, TOP, STEP = 196, 220, 18, 66, 17  # pixels
+ROWS = {row: words for rows in GROUPS.values() for row, words in rows.items()}
+LEFT, PANEL, GAP, TOP, STEP = 200, 220, 18, 66, 17  # pixels
 LEAST, MOST = 0.7, 16.0  # times as fast
 
 
-def read(path: Path) -> dict[tuple[str, str], dict[str, float]]:
-    """{(row, dtype): {peer: its time in units of ours}} of a table of `attnpack bench model`."""
-    lines = path.read_text().splitlines()
+def read_model(text: str) -> Table:
+    """A table of `attnpack bench model`."""
+    lines = text.splitlines()
     head = next(line for line in lines if line.startswith("row "))
     peers = head.split("share")[1].split()
     table = {}
@@ -41,56 +69,122 @@ def read(path: Path) -> dict[tuple[str, str], dict[str, float]]:
     return table
 
 
+def read_calls(text: str) -> Table:
+    """`attnpack bench`, as JSON or as a table."""
+    if text.startswith("{"):
+        found = [(each["case"]["name"], each["case"]["dtype"], each["ratios"]) for each in json.loads(text)["results"]]
+    else:
+        head = next(line for line in text.splitlines() if line.startswith("case "))
+        peers = head.split("share")[1].split()[:-1]
+        rows = re.findall(r"^(\S.*?) {2,}(fp32|bf16) .*?%(.*?)\S+ MiB$", text, flags=re.M)
+        found = [
+            (name, dtype, {peer: float(x[:-1]) for peer, x in zip(peers, times.split(), strict=True) if x != "-"})
+            for name, dtype, times in rows
+        ]
+    return {(re.sub(r" \d+ keys", " keys", name), dtype): _by_peer(ratios) for name, dtype, ratios in found}
+
+
+def _by_peer(ratios: dict[str, float]) -> dict[str, float]:
+    """Of SDPA's two forms, plain and with heads packed by hand, the faster one counts."""
+    forms = [ratios[form] for form in ("sdpa", "packed") if form in ratios]
+    sdpa = {"PyTorch's SDPA": min(forms)} if forms else {}
+    return sdpa | {peer: ratio for peer, ratio in ratios.items() if peer in PEERS}
+
+
+def read_grid(text: str) -> Table:
+    """The lines of `python benchmarks/encoder_grid.py`."""
+    table = {}
+    for dtype, row, peers in re.findall(r"^(\w+) \| (.*?) {2,}.* of the peak(.*)$", text, flags=re.M):
+        table[row, dtype] = _by_peer({peer: float(time) for peer, time in re.findall(r"(\w+) +([\d.]+)x", peers)})
+    return table
+
+
+READERS = {"model": read_model, "quick": read_calls, "peers": read_calls, "encoder_grid": read_grid}
+
+
+def read(machine: Machine) -> Table:
+    table: Table = {}
+    for name in machine.runs:
+        text = (RESULTS / name).read_text()
+        reader = next(reader for beginning, reader in READERS.items() if name.startswith(beginning))
+        for row, times in reader(text).items():
+            table[row] = table.get(row, {}) | times
+    return table
+
+
 def place(times: float) -> float:
     """Pixels from the left side of a panel, on a logarithmic axis."""
     return PANEL * math.log(min(max(times, LEAST), MOST) / LEAST) / math.log(MOST / LEAST)
 
 
-def draw(tables: dict[str, dict]) -> str:
-    rows = [(row, dtype) for row in ROWS for dtype in ("fp32", "bf16")]
-    bottom = TOP + STEP * len(rows)
+def lines_of_rows() -> Iterator[tuple[float, str, str]]:
+    """(y, row, dtype); a group's title takes a line too, with the group as its row and no dtype."""
+    y = TOP
+    for group, rows in GROUPS.items():
+        yield y, group, ""
+        y += STEP
+        for row in rows:
+            for dtype in ("fp32", "bf16"):
+                yield y, row, dtype
+                y += STEP
+        y += STEP // 2
+
+
+def draw(tables: dict[Machine, Table]) -> str:
+    lines = list(lines_of_rows())
+    bottom = lines[-1][0] + STEP
     width, height = LEFT + (PANEL + GAP) * len(tables), bottom + 44
     text = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
-        "<title>How many times as long the rivals take as attnpack, for SmolLM2-135M</title>",
+        "<title>How many times as long the rivals take as attnpack, on three machines</title>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     x = LEFT
     for peer, colour in PEERS.items():
         text.append(f'<circle cx="{x}" cy="14" r="5" fill="{colour}"/><text x="{x + 10}" y="18">{peer}</text>')
         x += 30 + 7 * len(peer)
-    for n, (row, dtype) in enumerate(rows):
-        y = TOP + STEP * n + 12
+    for y, row, dtype in lines:
+        if not dtype:
+            text.append(f'<text x="0" y="{y + 12}" font-weight="bold">{row}</text>')
+            continue
         if dtype == "fp32":
-            text.append(f'<text x="0" y="{y}">{ROWS[row]}</text>')
-        text.append(f'<text x="{LEFT - 12}" y="{y}" text-anchor="end" fill="#555">{dtype}</text>')
+            text.append(f'<text x="0" y="{y + 12}">{ROWS[row]}</text>')
+        text.append(f'<text x="{LEFT - 12}" y="{y + 12}" text-anchor="end" fill="#555">{dtype}</text>')
     for n, (machine, table) in enumerate(tables.items()):
-        left = LEFT + (PANEL + GAP) * n
-        text.append(f'<text x="{left + PANEL / 2}" y="46" text-anchor="middle" font-weight="bold">{machine}</text>')
-        text.append(
-            f'<rect x="{left}" y="{TOP - 6}" width="{place(1):.1f}" height="{bottom - TOP + 8}" fill="#f3e6e6"/>'
-        )
-        for times in (1, 2, 4, 8, 16):
-            at, colour = left + place(times), "#333" if times == 1 else "#ccc"
-            text.append(
-                f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{bottom + 2}" stroke="{colour}"/>'
-                f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555">{times}x</text>'
-            )
-        for m, row in enumerate(rows):
-            for peer, times in table.get(row, {}).items():
-                text.append(
-                    f'<circle cx="{left + place(times):.1f}" cy="{TOP + STEP * m + 8}" r="4.5" fill="{PEERS[peer]}">'
-                    f"<title>{peer}: {times}x</title></circle>"
-                )
-    note = "times as long as attnpack; in the shaded part the rival is faster"
+        text += draw_panel(LEFT + (PANEL + GAP) * n, bottom, machine, table, lines)
+    note = (
+        "times as long as attnpack; in the shaded part the rival is faster. SDPA: plain, or with heads packed by hand"
+    )
     text.append(f'<text x="{LEFT}" y="{height - 8}" fill="#555">{note}</text></svg>')
     return "\n".join(text) + "\n"
 
 
+def draw_panel(left: float, bottom: float, machine: Machine, table: Table, lines: list) -> list[str]:
+    text = [
+        f'<text x="{left + PANEL / 2}" y="46" text-anchor="middle"><tspan font-weight="bold">{machine.name}</tspan> '
+        f"({machine.processor})</text>",
+        f'<rect x="{left}" y="{TOP - 6}" width="{place(1):.1f}" height="{bottom - TOP + 8}" fill="#f3e6e6"/>',
+    ]
+    for times in (1, 2, 4, 8, 16):
+        at, colour = left + place(times), "#333" if times == 1 else "#ccc"
+        text.append(
+            f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{bottom + 2}" stroke="{colour}"/>'
+            f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555">{times}x</text>'
+        )
+    for y, row, dtype in lines:
+        if dtype and not table.get((row, dtype)):
+            text.append(f'<text x="{left + place(1) + 8:.1f}" y="{y + 12}" fill="#888">not run</text>')
+        for peer, times in table.get((row, dtype), {}).items():
+            text.append(
+                f'<circle cx="{left + place(times):.1f}" cy="{y + 8}" r="4.5" fill="{PEERS[peer]}">'
+                f"<title>{peer}: {times:.2f}x</title></circle>"
+            )
+    return text
+
+
 def draw_stored() -> str:
-    results = ROOT / "benchmarks/results"
-    return draw({machine: read(results / name) for machine, name in MACHINES.items()})
+    return draw({machine: read(machine) for machine in MACHINES})
 
 
 if __name__ == "__main__":

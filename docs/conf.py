@@ -25,6 +25,7 @@ smartquotes_action = "De"  # dashes and dots; quotes stay straight, as some stan
 html_theme = "furo"
 html_title = "attnpack"
 html_copy_source = False
+html_favicon = "static/favicon.svg"
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

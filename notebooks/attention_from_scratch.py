@@ -21,7 +21,9 @@
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (scaled dot-product attention, heads),
 # [Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867) (the running softmax),
 # [Dao et al. 2022](https://arxiv.org/abs/2205.14135) (attention with it),
-# [Xiao et al. 2023](https://arxiv.org/abs/2309.17453) (sinks). Symbols and words: [glossary](../docs/notebooks.md).
+# [Xiao et al. 2023](https://arxiv.org/abs/2309.17453) (sinks),
+# [Olsson et al. 2022](https://arxiv.org/abs/2209.11895) (induction heads). Symbols and words:
+# [glossary](../docs/notebooks.md).
 #
 # First one sentence is followed from text to the output of a layer, with the numbers of a real language model,
 # SmolLM2-135M. Then each piece is explained: the scale, the softmax, the mask, the heads, the block.
@@ -104,7 +106,7 @@ walkthrough.projections(words, hidden[0], q[0, head], k[0, kv_head], v[0, kv_hea
 #
 # $$\text{out}_i = \sum_j w_{ij} v_j, \qquad w_i = \text{softmax}_j\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
 
-# %% tags=["card"]
+# %%
 query, keys, values = q[0, head, row], k[0, kv_head, : row + 1], v[0, kv_head, : row + 1]
 scores = keys @ query / math.sqrt(64)
 exponentials = scores.exp()
@@ -571,6 +573,20 @@ figure.supxlabel("key (token that is read)", fontsize=9)
 panels[0].set_ylabel("query (token that reads)")
 figure.colorbar(image, ax=panels, label="weight", shrink=0.8)
 plt.show()
+
+# %% [markdown]
+# A fourth habit shows only in a text that repeats itself, as this one does: "the" and "cat" come twice. An **induction
+# head** (Olsson et al. 2022) reads what followed the same token the last time: "mat" from the second "the", "sat" from
+# the second "cat". So a model can go on with a phrase that it has read once. The clearest such head:
+
+# %%
+repeats = [(i, ids.index(token) + 1) for i, token in enumerate(ids) if token in ids[:i]]  # (query, key)
+followed = torch.stack([weights[:, :, i, j] for i, j in repeats]).mean(0)  # [layers, heads]
+layer, head = divmod(int(followed.argmax()), followed.shape[1])
+for i, j in repeats:
+    pair = f"the second '{words[i].strip()}' gives '{words[j].strip()}'"
+    print(f"layer {layer}, head {head}: {pair} {weights[layer, head, i, j]:.0%}")
+print(f"mean over all heads: {followed.mean():.0%}")
 
 # %% [markdown]
 # And one whole layer, all nine heads, as `attnpack plot attention "..." --layer 11` writes it to a file. Nobody told

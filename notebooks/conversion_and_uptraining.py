@@ -366,7 +366,7 @@ assert abs(small[full][0] - held_out_loss(original)) < 1e-3 and abs(small[49][0]
 # the text of the table above, without any training, and for one row after 30 minutes of
 # distillation on two cores.
 
-# %% tags=["hide-input", "card"] jupyter={"source_hidden": true}
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 lines = (Path("..") / "benchmarks" / "results" / "latent_ranks.txt").read_text().replace(",", "").splitlines()
 rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
 ranks = {(int(row[0]), int(row[1])): (int(row[2]), float(row[3])) for row in rows}

@@ -170,7 +170,7 @@ for hook in hooks:
 weights = torch.stack(seen).mean(1)  # [layers, heads, 8, 8], mean over the words
 share = weights.flip(-1).diagonal(dim1=-2, dim2=-1).mean(-1)  # [layers, heads]
 
-# %% tags=["hide-input", "card"] jupyter={"source_hidden": true}
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, panels = plt.subplots(
     layers, heads, figsize=(8.5, 4.8), dpi=110, layout="constrained", sharex=True, sharey=True
 )

@@ -190,7 +190,7 @@ print(f"on {conditions}")
 # query head reads. Here are three groups of 5, 2 and 1 heads: the five may be heads that were alike, the last one a
 # head that was unlike all others.
 
-# %% tags=["card"]
+# %%
 head_map = [0, 0, 0, 0, 0, 1, 1, 2]
 schematic.grouping(head_map, title="three uneven groups")
 

@@ -6,7 +6,13 @@ from types import FunctionType
 from sphinx.pycode import ModuleAnalyzer
 
 from . import heads_pages, mathml, search_words
-from .api_pages import ApiClassDirective, ApiFunctionDirective, ApiTableDirective
+from .api_pages import (
+    ApiClassDirective,
+    ApiContentsDirective,
+    ApiFunctionDirective,
+    ApiModuleDirective,
+    ApiTableDirective,
+)
 from .course import CourseDirective, write_pictures
 from .headers_page import HeadersDirective
 from .plain_docstrings import escape_lines
@@ -18,7 +24,9 @@ def setup(app):
     app.add_directive("headers", HeadersDirective)
     app.add_directive("api-class", ApiClassDirective)
     app.add_directive("api-function", ApiFunctionDirective)
+    app.add_directive("api-module", ApiModuleDirective)
     app.add_directive("api-table", ApiTableDirective)
+    app.add_directive("api-contents", ApiContentsDirective)
     app.add_directive("course", CourseDirective)
     app.add_html_math_renderer("mathml", (mathml.visit_inline, None), (mathml.visit_block, None))
     app.connect("autodoc-process-signature", show_whole_signature)
@@ -37,7 +45,8 @@ def show_whole_signature(app, what, name, obj, options, signature, result):
 
 
 def escape_docstring(app, what, name, obj, options, lines):
-    lines[:] = escape_lines(lines)
+    """Python says "Alias for field number 0" of the fields of a named tuple; the class says what they are."""
+    lines[:] = [] if lines[:1] and lines[0].startswith("Alias for field number") else escape_lines(lines)
 
 
 def write_files(app, error):

@@ -88,6 +88,38 @@ def test_the_picture_of_the_model_is_what_the_script_draws():
     assert (ROOT / "docs/images/model.svg").read_text() == draw["draw_stored"](), "python benchmarks/draw_model.py"
 
 
+def test_the_picture_of_the_model_shows_the_stored_ratios():
+    """One point of each kind of file, read by hand here; of SDPA's two forms the faster one is drawn."""
+    draw = runpy.run_path(str(ROOT / "benchmarks/draw_model.py"))
+    tables = {(machine.name, machine.processor): draw["read"](machine) for machine in draw["MACHINES"]}
+    zen5, zen4, avx2 = (
+        tables[("Zen 5", "AVX-512")],
+        tables[("Zen 4", "AVX-512")],
+        tables[("AVX2", "Zen 5 held to AVX2")],
+    )
+    assert zen4["decode batch 1", "bf16"] == {"transformers": 3.38, "llama.cpp": 0.96, "zentorch": 1.83}
+    assert zen4["4 x 512 | D 64 | full", "fp32"] == {"PyTorch's SDPA": 1.41, "zentorch": 1.23}
+    for table, file in ((zen5, "quick.json"), (avx2, "quick-avx2.json")):
+        stored = json.loads((ROOT / "benchmarks/results" / file).read_text())["results"]
+        cases = {(each["case"]["name"], each["case"]["dtype"]): each["ratios"] for each in stored}
+        ratios = cases["decode 32/8 D128 24576 keys, cold", "bf16"]
+        assert ratios["packed"] < ratios["sdpa"]
+        assert table["decode 32/8 D128 keys, cold", "bf16"]["PyTorch's SDPA"] == ratios["packed"]
+    picture = (ROOT / "docs/images/model.svg").read_text()
+    assert "not run" in picture and "Zen 5 held to AVX2" in picture
+    for row in draw["ROWS"]:
+        assert any(row == found for found, _ in zen5), row
+
+
+def test_the_readme_says_what_the_panel_of_avx2_is():
+    assert "Zen 5 with all programs held to AVX2" in " ".join(README.split())
+    assert "ATTNPACK_ISA=avx2" in (ROOT / "benchmarks/results/model_avx2.txt").read_text()
+    assert json.loads((ROOT / "benchmarks/results/quick-avx2.json").read_text())["isa"] == "avx2"
+    grid = (ROOT / "benchmarks/results/encoder_grid_avx2.txt").read_text()
+    (slower,) = re.findall(r"^fp32 \| 64 x 16 \| D 64 \| full .* sdpa +([\d.]+)x", grid, flags=re.M)
+    assert "(avx2)" in grid and f"64 texts of 16 tokens {slower} times as fast as SDPA" in " ".join(README.split())
+
+
 def stored_on_cuda() -> dict[str, tuple[tuple[str, ...], list[str]]]:
     """By case: the figures that a page may show, and the ratios to flash and cudnn, of both files of results."""
     stored = {}

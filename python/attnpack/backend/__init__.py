@@ -1,9 +1,11 @@
-"""Runs functions of torch on attnpack's operator, so that programs need no change. Importing attnpack replaces nothing.
+"""Runs functions of torch on attnpack's operator, so that programs need no change::
 
-attnpack.backend.enable("sdpa")     # from now on, for every F.scaled_dot_product_attention
-attnpack.backend.enable("linear")   # for every F.linear, so every nn.Linear, on the CPU
-with attnpack.backend.sdpa(): ...   # in a block
-attnpack.backend.report()           # the calls that ran on the operators, and those that torch ran
+    attnpack.backend.enable("sdpa")     # from now on, for every F.scaled_dot_product_attention
+    attnpack.backend.enable("linear")   # for every F.linear, so every nn.Linear, on the CPU
+    with attnpack.backend.sdpa(): ...   # in a block
+    attnpack.backend.report()           # the calls that ran on the operators, and those that torch ran
+
+Importing attnpack replaces nothing.
 """
 
 from __future__ import annotations
@@ -109,9 +111,9 @@ def report() -> dict[str, dict[str, Any]]:
     """The calls of each function since the process began or `reset_report` was called.
 
     Returns:
-        For each function {"enabled": whether it is replaced now, "taken": calls that ran on the operator, "passed_on":
-        {reason: calls that torch ran}}. A compiled graph counts when it is traced, not when it runs. "varlen" has no
-        numbers: torch has no kernels of its own for such calls on the CPU.
+        A dict with one for each function. {"enabled": whether it is replaced now, "taken": calls that ran on the
+        operator, "passed_on": {reason: calls that torch ran}}. A compiled graph counts when it is traced, not when it
+        runs. "varlen" has no numbers: torch has no kernels of its own for such calls on the CPU.
         "cuda": {"kernels": which kernels plain 16-bit calls of the operator run on CUDA (`ATTNPACK_CUDA` chooses),
         "ran_torch": {kernel of torch: calls that it ran}}.
     """

@@ -76,8 +76,9 @@ def to_gqa(
         requires_grad are kept.
 
     Raises:
-        ValueError: sizes or groups do not fit. TypeError: a module of another kind, or k_proj, v_proj (with "aligned"
-        q_proj and o_proj too) are no plain nn.Linear.
+        ValueError: sizes or groups do not fit.
+        TypeError: a module of another kind, or k_proj, v_proj (with "aligned" q_proj and o_proj too) are no plain
+            nn.Linear.
     """
     settings = {"method": method, "window": window, "groups": groups, "seed": seed}
     if isinstance(module, GroupedQueryAttention | CPP_KINDS):

@@ -75,8 +75,8 @@ def to_mla(
 
     Raises:
         ValueError: the layer has a setting that latent attention lacks (window, softcap, sinks, ALiBi, qk_norm, kdim or
-        vdim other than embed_dim), or sizes do not fit. TypeError: a module of another kind, or projections that are no
-        plain nn.Linear.
+            vdim other than embed_dim), or sizes do not fit.
+        TypeError: a module of another kind, or projections that are no plain nn.Linear.
     """
     if isinstance(module, CausalLM | cpp.CausalLM):
         return _model_to_mla(module, kv_lora_rank, calibration, length, rope_dim, ids)

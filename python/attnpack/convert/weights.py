@@ -63,7 +63,8 @@ def pool_kv_heads(
         [num_kv_heads * head_dim, E] in weight's dtype, computed in fp64; no gradient.
 
     Raises:
-        ValueError: a size, the method, the window or the groups do not fit. TypeError: of the wrong kind.
+        ValueError: a size, the method, the window or the groups do not fit.
+        TypeError: of the wrong kind.
     """
     return _C.convert.pool_kv_heads(
         weight=weight,

@@ -82,8 +82,8 @@ def checkpoint_to_mla(
 
     Raises:
         ValueError: the checkpoint is damaged; its model has settings that latent attention cannot hold (norms of
-        queries and keys, soft caps, windows and others), and the message names them; or the sizes do not fit. `out` is
-        not made then.
+            queries and keys, soft caps, windows and others), and the message names them; or the sizes do not fit. `out`
+            is not made then.
     """
     started, notes = time.monotonic(), []
     source, out = as_path("source", source), as_path("out", out)
