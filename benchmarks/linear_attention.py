@@ -10,9 +10,9 @@ With --ggml FOLDER the op of llama.cpp, the CPU engine that has one, takes part 
 FOLDER holds libggml-base.so and libggml-cpu.so:
 
     pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36 && tar xf llama_cpp_python-0.3.36.tar.gz
-    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp/ggml -B ggml -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B ggml -DCMAKE_BUILD_TYPE=Release
     cmake --build ggml --target ggml-base ggml-cpu
-    python benchmarks/linear_attention.py --ggml ggml/src
+    python benchmarks/linear_attention.py --ggml ggml/bin
 """
 
 import argparse

@@ -37,7 +37,7 @@ std::tuple<at::Tensor, at::Tensor> attend_piece(const at::Tensor& query, const a
 
 PieceGradients backward_by_kernel(const RowsBefore& before, const at::Tensor& key, const at::Tensor& value,
                                   const AttentionOptions& rules, const Piece& rows, const Piece& keys) {
-  // The kernel takes the shares of a row from out and lse where it is given sinks. One of -inf has no share of its own.
+  // Given sinks, the kernel knows that out and lse may be of more keys than these. One of -inf has no share of its own.
   const auto none = -std::numeric_limits<double>::infinity();
   AttentionArguments args{rules.rules()};
   args.q_offset = rows.start - keys.start;

@@ -136,7 +136,7 @@ class KeyBlockGradients {
     const int64_t first_block = tile_.keys.begin / step, last_block = (tile_.keys.end - 1) / step;
     if (block < first_block || block > last_block) return;
     load_rows();
-    alone_ = first_block == last_block;
+    alone_ = first_block == last_block && (sizeof(S) < sizeof(A) || !p_.sinks);
     const int64_t count = smaller(count_, tile_.keys.end - begin);  // after these no row of the tile sees a key
     differentiate(begin, count);
     // -0.0 marks an excluded pair. Leaving such pairs out is slow, and is needed only where the other operand holds NaN
@@ -318,8 +318,7 @@ class KeyBlockGradients {
     if (p_.dropout_p > 0) {
       drop_row(row, begin, count, s, g, w_.delta[r]);
     } else {
-      const A delta =
-          alone_ ? delta_of_row(s, g, whole, sink_share(row.head, w_.lse[r])) - w_.grad_lse[r] : w_.delta[r];
+      const A delta = alone_ ? delta_of_row(r, s, g, whole) : w_.delta[r];
       for (int64_t j = 0; j < whole; j += kLanes<A>) {
         const Vec<A> prob = load<A>(s + j);
         store<A>(g + j, where_attended(prob, prob * (load<A>(g + j) - delta)));
@@ -337,20 +336,23 @@ class KeyBlockGradients {
     }
   }
 
-  // The probability of the head's sink in a row.
-  A sink_share(int64_t head, A lse) const { return p_.sinks ? exp_one<A>(static_cast<A>(p_.sinks[head]) - lse) : A(0); }
-
-  // rowsum(dO * O) of a row whose keys are all in this block, from P and dP. It is closer, because O is rounded, and
-  // dS is a difference that nearly cancels. P and the sink's share do not sum to one exactly, as lse is rounded.
-  static A delta_of_row(const A* probs, const A* grad_probs, int64_t count, A sink_share) {
+  // rowsum(dO * O) - dlse of row r, whose keys are all in this block, from P and dP. It is closer, because O is
+  // rounded, and dS is a difference that nearly cancels. P does not sum to one exactly, as lse is rounded.
+  A delta_of_row(int64_t r, const A* probs, const A* grad_probs, int64_t count) const {
     Vec<A> products = broadcast(A(0)), sum = broadcast(A(0));
     for (int64_t j = 0; j < count; j += kLanes<A>) {
       const Vec<A> prob = load<A>(probs + j);
       products += where_attended(prob, prob * load<A>(grad_probs + j));
       sum += prob;
     }
-    const A total = fold_lanes<A>(sum, Add()) + sink_share;
-    return total > 0 ? fold_lanes<A>(products, Add()) / total : A(0);
+    A total = fold_lanes<A>(sum, Add());
+    if (p_.sinks) {
+      // Who gives sinks may give out and lse of more keys than these (ring attention): then the sum is below one.
+      total += exp_one<A>(static_cast<A>(p_.sinks[tile_.rows[r].head]) - w_.lse[r]);
+      const A missing = total - 1;
+      if (!(missing * missing < A(0x1p-20))) return w_.delta[r];
+    }
+    return (total > 0 ? fold_lanes<A>(products, Add()) / total : A(0)) - w_.grad_lse[r];
   }
 
   // Returns value where the pair is attended, and -0.0 where prob marks the pair as excluded.
@@ -382,7 +384,7 @@ class KeyBlockGradients {
   const AttentionParams& p_ = mask_.params();
   int64_t b_, kv_head_, count_ = 0;  // count_: how many keys the block has
   bool keys_finite_ = true;
-  bool alone_ = false;  // whether this block has all keys that the tile sees
+  bool alone_ = false;  // whether this block has all keys that the tile sees; with sinks only where O is rounded
   Arena arena_;
   BackwardScratch<S, A> w_;
   RowTile tile_;
