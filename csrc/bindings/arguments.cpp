@@ -252,10 +252,18 @@ Names InternedNames::all() const {
 }
 
 GivenArguments::GivenArguments(const char* function, PyObject* const* values, size_t placed)
-    : function_(function), values_(values), placed_(placed) {}
+    : function_(function), values_(values), placed_(placed), keywords_(values[placed]) {}
 
-void GivenArguments::raise_unknown(PyObject* name, const Names& taken) const {
-  raise_unexpected_keyword(function_, py::str(name).cast<std::string>(), taken, "the tensors of a cache");
+GivenArguments::GivenArguments(const char* function, PyObject* const* values, size_t placed, PyObject* names)
+    : function_(function),
+      values_(values),
+      placed_(placed),
+      names_(names),
+      count_(names == nullptr ? 0 : PyTuple_GET_SIZE(names)) {}
+
+void GivenArguments::raise_unknown(PyObject* name, const InternedNames& taken) const {
+  if (keywords_ == nullptr) throw UnknownName();
+  raise_unexpected_keyword(function_, py::str(name).cast<std::string>(), taken.all(), "the tensors of a cache");
 }
 
 void add_named_function(py::module_& m, const char* name, const Names& names, NamedCall call) {

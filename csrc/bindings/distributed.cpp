@@ -63,7 +63,7 @@ struct ContextCall {
 
 py::object context_attention_py(const GivenArguments& given) {
   const ContextCall call(given);
-  return with_lse(call.return_lse, [&] { return call.attend(); });
+  return first_or_both(call.return_lse, [&] { return call.attend(); });
 }
 
 py::object agree_on_attention_py(const GivenArguments& given) {
