@@ -25,8 +25,8 @@ std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_
   const auto* list = kinds.as<Json::List>();
   config.check(
       list && static_cast<int64_t>(list->size()) == layers && std::all_of(list->begin(), list->end(), is_known),
-      setting, " in config.json is ", brief(shown(kinds)), ", wants '", *other.begin(), "' or '", *wanted_kind.begin(),
-      "' for each of ", layers, " layers");
+      setting, " in config.json is ", brief(shown(kinds)), ", wants '", *other.begin(), "' or '",
+      *wanted_kind.begin(), "' for each of ", layers, " layers");
   std::vector<bool> found(list->size());
   std::transform(list->begin(), list->end(), found.begin(), is_wanted);
   return found;
@@ -168,6 +168,21 @@ std::optional<QueryScale> log_query_scale(const HfSettings& config) {
       .type("log")
       .llama_4_scaling_beta(config.as_number("llama_4_scaling_beta", beta))
       .original_max_position_embeddings(config.as_number("original_max_position_embeddings", length));
+}
+
+void set_latent(const HfSettings& config, CausalLMOptions& options, MultiHeadLatentAttentionOptions latent) {
+  config.check(*options.num_kv_heads() == options.num_heads(), "num_key_value_heads in config.json is ",
+               *options.num_kv_heads(), ", but latent attention has as many as num_attention_heads");
+  for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others
+  latent.kv_lora_rank(config.size("kv_lora_rank", latent.kv_lora_rank()))
+      .qk_nope_head_dim(config.size("qk_nope_head_dim", latent.qk_nope_head_dim()))
+      .qk_rope_head_dim(config.size("qk_rope_head_dim", latent.qk_rope_head_dim()))
+      .v_head_dim(config.size("v_head_dim", latent.v_head_dim()));
+  if (config.has("q_lora_rank")) {
+    const bool none = config.get("q_lora_rank").is_null();
+    latent.q_lora_rank(none ? std::nullopt : std::make_optional(config.size("q_lora_rank")));
+  }
+  options.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
 }
 
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t)>& is_dense) {
