@@ -16,7 +16,7 @@ namespace {
 const std::string kMake = ": torch.tensor() makes one of a list";
 
 // The words for names whose type does not say all. Those of a tensor end with the fix for a list.
-const std::map<std::string, std::string>& words() {
+const std::map<std::string, std::string>& descriptions() {
   static const std::map<std::string, std::string> words = [] {
     std::map<std::string, std::string> w{
         {"query", "a tensor [batch, num_heads, q_len, head_dim]"},
@@ -64,7 +64,7 @@ const std::map<std::string, std::string>& words() {
 }
 
 // The same for arguments that may be None.
-const std::map<std::string, std::string>& words_or_none() {
+const std::map<std::string, std::string>& descriptions_or_none() {
   static const std::map<std::string, std::string> words = [] {
     std::map<std::string, std::string> w{
         {"positions", "an int64 tensor [length] or [batch, length], or None" + kMake},
@@ -127,7 +127,7 @@ std::string with_article(const std::string& noun) {
 }
 
 std::string wanted_by_name(const std::string& name, bool or_none) {
-  const auto& table = or_none ? words_or_none() : words();
+  const auto& table = or_none ? descriptions_or_none() : descriptions();
   const auto found = table.find(name);
   return found == table.end() ? "" : found->second;
 }

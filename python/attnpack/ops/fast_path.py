@@ -1,7 +1,7 @@
 """Functions whose plain eager calls run in C++ from their first argument on, past the function of Python.
 
 The function says what a call means: compilers trace it, and it takes the calls that are not plain (nested tensors,
-those of a tracer, arguments that do not fit). To enter it would take a tenth of the time of a small call.
+those of a tracer, arguments that do not fit). To enter it would take a sixth of the time of a small call.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ void configure_llama4(const HfSettings& config, Options& o) {
   const auto* size = config.get("attention_chunk_size").as<int64_t>();
   const bool absent = !config.has("attention_chunk_size");
   config.check(absent || (size ? *size >= 1 : config.get("attention_chunk_size").is_null()),
-               "attention_chunk_size in config.json is ", brief(shown(config.get("attention_chunk_size"))),
+               "attention_chunk_size in config.json is ", excerpt(shown(config.get("attention_chunk_size"))),
                ", wants an int of at least 1, or null");
   const auto chunk = absent ? std::make_optional<int64_t>(8192) : size ? std::make_optional(*size) : std::nullopt;
   const auto listed = layers_of_kind(config, o.num_layers(), {"chunked_attention"}, {"full_attention"});
