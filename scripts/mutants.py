@@ -213,7 +213,7 @@ def find_killer(mutant: Mutant) -> str | None:
     return None if code == 0 else failed[1] if failed else f"exit code {code}"
 
 
-def judge_mutants(mutants: list[Mutant], jobs: int) -> Iterator[str]:
+def run_mutants(mutants: list[Mutant], jobs: int) -> Iterator[str]:
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(find_killer, mutant): mutant for mutant in mutants}
         for done in as_completed(running):  # one that hangs holds up no line of the others
@@ -237,7 +237,7 @@ def main() -> int:
     copy_tree(mutants)
     build_library(args.jobs)
     check_without_mutant(sorted({test for mutant in chosen for test in mutant.tests}), args.jobs)
-    found = list(judge_mutants(chosen, args.jobs))
+    found = list(run_mutants(chosen, args.jobs))
     killed, argued = found.count("killed"), found.count("argued")
     print(f"killed {killed} of {len(found)} ({100 * killed // len(found)}%), argued {argued}")
     return int(killed + argued < len(found))

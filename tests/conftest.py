@@ -4,15 +4,13 @@ same file. A module of tests gives back the memory that it took, so that a proce
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import re
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
+from script_modules import load_script
 
 
 def pytest_collection_modifyitems(config, items):
@@ -90,10 +88,7 @@ def fresh_dynamo():
 @pytest.fixture(scope="session")
 def reference_script():
     """scripts/make_reference_tokens.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_reference_tokens", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("scripts/make_reference_tokens.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ namespace {
 const std::string kMake = ": torch.tensor() makes one of a list";
 
 // The words for names whose type does not say all. Those of a tensor end with the fix for a list.
-const std::map<std::string, std::string>& words() {
+const std::map<std::string, std::string>& descriptions() {
   static const std::map<std::string, std::string> words = [] {
     std::map<std::string, std::string> w{
         {"query", "a tensor [batch, num_heads, q_len, head_dim]"},
@@ -64,7 +64,7 @@ const std::map<std::string, std::string>& words() {
 }
 
 // The same for arguments that may be None.
-const std::map<std::string, std::string>& words_or_none() {
+const std::map<std::string, std::string>& descriptions_or_none() {
   static const std::map<std::string, std::string> words = [] {
     std::map<std::string, std::string> w{
         {"positions", "an int64 tensor [length] or [batch, length], or None" + kMake},
@@ -127,7 +127,7 @@ std::string with_article(const std::string& noun) {
 }
 
 std::string wanted_by_name(const std::string& name, bool or_none) {
-  const auto& table = or_none ? words_or_none() : words();
+  const auto& table = or_none ? descriptions_or_none() : descriptions();
   const auto found = table.find(name);
   return found == table.end() ? "" : found->second;
 }
@@ -252,10 +252,18 @@ Names InternedNames::all() const {
 }
 
 GivenArguments::GivenArguments(const char* function, PyObject* const* values, size_t placed)
-    : function_(function), values_(values), placed_(placed) {}
+    : function_(function), values_(values), placed_(placed), keywords_(values[placed]) {}
 
-void GivenArguments::raise_unknown(PyObject* name, const Names& taken) const {
-  raise_unexpected_keyword(function_, py::str(name).cast<std::string>(), taken, "the tensors of a cache");
+GivenArguments::GivenArguments(const char* function, PyObject* const* values, size_t placed, PyObject* names)
+    : function_(function),
+      values_(values),
+      placed_(placed),
+      names_(names),
+      count_(names == nullptr ? 0 : PyTuple_GET_SIZE(names)) {}
+
+void GivenArguments::raise_unknown(PyObject* name, const InternedNames& taken) const {
+  if (keywords_ == nullptr) throw UnknownName();
+  raise_unexpected_keyword(function_, py::str(name).cast<std::string>(), taken.all(), "the tensors of a cache");
 }
 
 void add_named_function(py::module_& m, const char* name, const Names& names, NamedCall call) {

@@ -32,8 +32,8 @@ std::string with_article(const std::string& noun);
 std::string wanted_by_name(const std::string& name, bool or_none);
 
 // The words that say what the argument cache= takes.
-inline const std::string kLayerCacheWords = "an attnpack.cpp.DynamicCache() or StaticCache, or None";
-inline const std::string kModelCacheWords = "an attnpack.cpp.ModelCache(num_layers), or None";
+inline const std::string kLayerCacheDescription = "an attnpack.cpp.DynamicCache() or StaticCache, or None";
+inline const std::string kModelCacheDescription = "an attnpack.cpp.ModelCache(num_layers), or None";
 
 // The sentence for an argument of the wrong kind.
 std::string wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted);
@@ -120,13 +120,13 @@ struct Reader<std::array<int64_t, 2>> {
 template <>
 struct Reader<std::shared_ptr<KVCache>> {
   static std::optional<std::shared_ptr<KVCache>> read(const py::handle& value);
-  static std::string wanted(const std::string&) { return kLayerCacheWords; }
+  static std::string wanted(const std::string&) { return kLayerCacheDescription; }
 };
 
 template <>
 struct Reader<std::shared_ptr<ModelCache>> {
   static std::optional<std::shared_ptr<ModelCache>> read(const py::handle& value);
-  static std::string wanted(const std::string&) { return kModelCacheWords; }
+  static std::string wanted(const std::string&) { return kModelCacheDescription; }
 };
 
 template <>
@@ -182,7 +182,7 @@ class Arguments {
     });
   }
   // cache: the words that say what cache= takes, for an error about a keyword of another library.
-  void finish(const std::string& cache = kLayerCacheWords);
+  void finish(const std::string& cache = kLayerCacheDescription);
 
  private:
   [[noreturn]] void raise_missing(const char* name) const;

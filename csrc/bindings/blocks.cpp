@@ -55,9 +55,9 @@ struct Reader<Embedding> {
 
 namespace {
 
-const std::string& cache_words(const DecoderBlockInputs&) { return kLayerCacheWords; }
-const std::string& cache_words(const DecoderInputs&) { return kModelCacheWords; }
-const std::string& cache_words(const EncoderInputs&) { return kLayerCacheWords; }
+const std::string& cache_description(const DecoderBlockInputs&) { return kLayerCacheDescription; }
+const std::string& cache_description(const DecoderInputs&) { return kModelCacheDescription; }
+const std::string& cache_description(const EncoderInputs&) { return kLayerCacheDescription; }
 
 // forward of a block or a stack; `positional` counts x and a context.
 template <typename Inputs, typename Class>
@@ -68,7 +68,7 @@ void bind_forward(Class& cls, size_t positional) {
     const auto x = arguments.require<at::Tensor>("x");
     Inputs inputs;
     arguments.read_options(inputs);
-    arguments.finish(cache_words(inputs));
+    arguments.finish(cache_description(inputs));
     return without_gil([&] { return self.forward(x, inputs); });
   });
 }
@@ -122,14 +122,14 @@ std::shared_ptr<Impl> require_stack(Arguments& arguments, const char* name) {
   return held.cast<std::shared_ptr<Impl>>();
 }
 
-const std::string kHeadWords = "a function of the decoder's states [B, E] that gives logits [B, V], or None";
+const std::string kHeadDescription = "a function of the decoder's states [B, E] that gives logits [B, V], or None";
 
 at::Tensor generate_encoder_decoder_py(EncoderDecoderImpl& self, Arguments& arguments) {
   const auto source = arguments.require<at::Tensor>("source"), target = arguments.require<at::Tensor>("target");
   EncoderDecoderGenerateInputs inputs;
   const auto head = arguments.take("head");
   if (head && !head.is_none()) {
-    if (!PyCallable_Check(head.ptr())) raise_wrong_kind("head", head, kHeadWords);
+    if (!PyCallable_Check(head.ptr())) raise_wrong_kind("head", head, kHeadDescription);
     inputs.head([&head](const at::Tensor& state) {
       py::gil_scoped_acquire acquired;
       return read_value<at::Tensor>("what head returns", head(state), "logits");
@@ -166,7 +166,7 @@ void bind_encoder_decoder(py::module_& m) {
                 const auto target = arguments.require<at::Tensor>("target");
                 EncoderDecoderInputs inputs;
                 arguments.read_options(inputs);
-                arguments.finish(kModelCacheWords);
+                arguments.finish(kModelCacheDescription);
                 return without_gil([&] { return self.decode(context, target, inputs); });
               });
   bind_method(cls, "forward", {"source", "target", "source_lens", "target_lens", "cache", "cross_cache"}, 2,
@@ -175,7 +175,7 @@ void bind_encoder_decoder(py::module_& m) {
                 const auto target = arguments.require<at::Tensor>("target");
                 EncoderDecoderInputs inputs;
                 arguments.read_options(inputs);
-                arguments.finish(kModelCacheWords);
+                arguments.finish(kModelCacheDescription);
                 return without_gil([&] { return self.forward(source, target, inputs); });
               });
   bind_method(cls, "generate", names_of_generate({"source", "target", "head", "source_lens"}), 2,

@@ -52,7 +52,7 @@ std::string describe_cache(const std::string& name, const KVCache& cache) {
 
 // Binds a rule for eager calls, which pybind serves faster than the dispatcher.
 template <typename Result, typename... Rest>
-void bind_rule(py::module_& m, const char* name, Result (*rule)(const HeldCache&, Rest...)) {
+void bind_rule(py::module_& m, const char* name, Result (*rule)(const CacheSnapshot&, Rest...)) {
   m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
                      Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
 }
@@ -91,8 +91,9 @@ void bind_rules(py::module_& m) {
   bind_rule(m, "cache_advance", &cache_advance);
   bind_rule(m, "cache_reset", &cache_reset);
   bind_rule(
-      m, "cache_crop",
-      +[](const HeldCache& held, const py::object& n) { return cache_crop(held, read_value<int64_t>("n", n, "n")); });
+      m, "cache_crop", +[](const CacheSnapshot& snapshot, const py::object& n) {
+        return cache_crop(snapshot, read_value<int64_t>("n", n, "n"));
+      });
   bind_rule(m, "cache_clone", &cache_clone);
   bind_rule(m, "cache_store", &cache_store);
   bind_rule(m, "cache_check_call", &cache_check_call);
@@ -104,13 +105,14 @@ void bind_rules(py::module_& m) {
   bind_rule(m, "cache_shared", &cache_shared);
   bind_rule(
       m, "cache_reorder",
-      +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });
+      +[](const CacheSnapshot& snapshot, const py::object& index) { return cache_reorder(snapshot, as_index(index)); });
   bind_rule(
       m, "cache_fork",
-      +[](const HeldCache& held, const py::object& index) { return cache_fork(held, as_index(index)); });
+      +[](const CacheSnapshot& snapshot, const py::object& index) { return cache_fork(snapshot, as_index(index)); });
   bind_rule(
-      m, "cache_release",
-      +[](const HeldCache& held, const py::object& rows) { return cache_release(held, as_index(rows, "rows")); });
+      m, "cache_release", +[](const CacheSnapshot& snapshot, const py::object& rows) {
+        return cache_release(snapshot, as_index(rows, "rows"));
+      });
   bind_rule(m, "cache_give_back", &cache_give_back);
   m.def("sliding_window_cache", &sliding_window_cache_py);
   m.def("quantized_cache", [](const py::object& bits, const py::object& exact_first, const py::object& exact_last) {
@@ -125,7 +127,7 @@ void bind_rules(py::module_& m) {
   m.def("room_names", &room_names);
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
   m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
-    return HeldCache{kind, tensors, numbers}.make();
+    return CacheSnapshot{kind, tensors, numbers}.make();
   });
   m.def("cache_state", [](const KVCache& cache) {
     auto state = cache.state();

@@ -38,7 +38,7 @@ void register_causal_lm(py::module_& m) {
                 const auto ids = arguments.require<at::Tensor>("ids");
                 CausalLMInputs inputs;
                 arguments.read_options(inputs);
-                arguments.finish(kModelCacheWords);
+                arguments.finish(kModelCacheDescription);
                 return without_gil([&] { return self.forward(ids, inputs); });
               });
   bind_method(cls, "generate", names_of_generate({"ids"}), 1, &generate_causal_lm_py);

@@ -60,8 +60,8 @@ py::dict shapes_of(const SafetensorsFile& file) {
 }
 
 // config: keywords of CausalLM.
-py::dict check_whole_py(const std::string& path, const Shapes& shapes, const py::kwargs& config) {
-  return as_tuples(check_whole(path, shapes, model_options(config)));
+py::dict check_checkpoint_tensors_py(const std::string& path, const Shapes& shapes, const py::kwargs& config) {
+  return as_tuples(check_checkpoint_tensors(path, shapes, model_options(config)));
 }
 
 std::vector<std::string> model_types() {
@@ -104,7 +104,7 @@ void register_hf(py::module_& m) {
     return without_gil([&] { return causal_lm_from_hf(directory, options).ptr(); });
   });
   m.def("check_sizes", &check_sizes);
-  m.def("check_whole", &check_whole_py);
+  m.def("check_checkpoint_tensors", &check_checkpoint_tensors_py);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include <bindings/plain_linear.h>
 #include <bindings/register.h>
 
-// The judges of wrong calls, for the Python modules: both languages raise the same sentences.
+// The checks of calls, for the Python modules: both languages raise the same sentences.
 namespace attnpack {
 
 namespace {

@@ -1,5 +1,5 @@
 #include <attnpack/convert/detail/latent.h>
-#include <attnpack/convert/detail/whole_model.h>
+#include <attnpack/convert/detail/model_checks.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/latent_conversion.h>
 #include <attnpack/convert/models.h>

@@ -63,7 +63,7 @@ struct ContextCall {
 
 py::object context_attention_py(const GivenArguments& given) {
   const ContextCall call(given);
-  return with_lse(call.return_lse, [&] { return call.attend(); });
+  return first_or_both(call.return_lse, [&] { return call.attend(); });
 }
 
 py::object agree_on_attention_py(const GivenArguments& given) {
@@ -77,14 +77,14 @@ py::object agree_on_attention_py(const GivenArguments& given) {
 void agree_py(const std::string& what, const std::string& group_name, at::Device device, const py::dict& values) {
   const auto group = distributed::group_of(group_name);
   if (!distributed::compares(group, device)) return;
-  std::vector<std::pair<std::string, std::string>> said;
+  std::vector<std::pair<std::string, std::string>> texts;
   for (const auto& [name, value] : values) {
     if (value.is_none()) continue;
-    said.emplace_back(name.cast<std::string>(), THPVariable_Check(value.ptr())
-                                                    ? distributed::shown(value.cast<at::Tensor>())
-                                                    : py::str(value).cast<std::string>());
+    texts.emplace_back(name.cast<std::string>(), THPVariable_Check(value.ptr())
+                                                     ? distributed::shown(value.cast<at::Tensor>())
+                                                     : py::str(value).cast<std::string>());
   }
-  without_gil([&] { distributed::agree(what, group, device, said); });
+  without_gil([&] { distributed::agree(what, group, device, texts); });
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ at::Tensor run_generate(Arguments& arguments, const std::function<at::Tensor(con
   if (!callback.is_none() && !PyCallable_Check(callback.ptr()))
     raise_wrong_kind("callback", callback, wanted_by_name("callback", false));
   arguments.read_options(options, {"max_new_tokens", "cache", "model_cache", "stop_tokens", "callback"});
-  arguments.finish(kModelCacheWords);
+  arguments.finish(kModelCacheDescription);
   // Each step takes the GIL once: for Ctrl-C, and for the callback, which goes on unless it returns False.
   options.callback([&callback](const at::Tensor& tokens) {
     py::gil_scoped_acquire acquired;

@@ -27,11 +27,16 @@ class InternedNames {
   std::vector<PyObject*> names_;  // for ever
 };
 
+// Thrown for a name that is no parameter in a call that has another way to go (fast_path.h).
+struct UnknownName {};
+
 // The arguments of one call.
 class GivenArguments {
  public:
   // values: `placed` arguments, and then a dict.
   GivenArguments(const char* function, PyObject* const* values, size_t placed);
+  // values: `placed` arguments, and then those of `names`, a tuple or null, as vectorcall has them.
+  GivenArguments(const char* function, PyObject* const* values, size_t placed, PyObject* names);
 
   // Reads what was given. `members` calls its argument with the name of each parameter and the variable that takes it:
   // first of those by place.
@@ -39,12 +44,16 @@ class GivenArguments {
   void read(const Members& members) const {
     static const InternedNames names(members);
     for (size_t i = 0; i < placed_; ++i) read_one(members, i, values_[i]);
-    PyObject *name = nullptr, *value = nullptr;
-    for (Py_ssize_t next = 0; PyDict_Next(values_[placed_], &next, &name, &value);) {
+    const auto read_named = [&](PyObject* name, PyObject* value) {
       const size_t place = names.find(name, placed_);
-      if (place == InternedNames::kNone) raise_unknown(name, names.all());
+      if (place == InternedNames::kNone) raise_unknown(name, names);
       read_one(members, place, value);
+    };
+    PyObject *name = nullptr, *value = nullptr;
+    if (keywords_ != nullptr) {
+      for (Py_ssize_t next = 0; PyDict_Next(keywords_, &next, &name, &value);) read_named(name, value);
     }
+    for (Py_ssize_t i = 0; i < count_; ++i) read_named(PyTuple_GET_ITEM(names_, i), values_[placed_ + i]);
   }
 
  private:
@@ -55,11 +64,14 @@ class GivenArguments {
       if (index++ == place) variable = read_value<T>(parameter, value, parameter);
     });
   }
-  [[noreturn]] void raise_unknown(PyObject* name, const Names& taken) const;
+  [[noreturn]] void raise_unknown(PyObject* name, const InternedNames& taken) const;
 
   const char* function_;
   PyObject* const* values_;
   size_t placed_;
+  PyObject* keywords_ = nullptr;  // a dict
+  PyObject* names_ = nullptr;     // of the values from placed_ on
+  Py_ssize_t count_ = 0;          // how many names
 };
 
 // placed: how many arguments stand before the dict.

@@ -58,11 +58,11 @@ struct OperatorSettings {
   }
 };
 
-// out, or (out, lse).
+// The first result of the call, or both.
 template <class Call>
-py::object with_lse(bool return_lse, const Call& call) {
+py::object first_or_both(bool both, const Call& call) {
   auto result = without_gil(call);
-  return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+  return both ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
 }  // namespace attnpack

@@ -1,4 +1,5 @@
 #include <bindings/common.h>
+#include <bindings/fast_path.h>
 #include <bindings/keyword_call.h>
 #include <bindings/operator_settings.h>
 
@@ -82,7 +83,7 @@ py::object attention_py(const GivenArguments& given) {
     visit("return_lse", return_lse);
     settings.visit(visit);
   });
-  return with_lse(return_lse, [&] { return attention_with_lse(query, key, value, settings.options()); });
+  return first_or_both(return_lse, [&] { return attention_with_lse(query, key, value, settings.options()); });
 }
 
 py::object attention_scores_py(const GivenArguments& given) {
@@ -99,6 +100,7 @@ py::object attention_scores_py(const GivenArguments& given) {
   return py::cast(without_gil([&] { return attention_scores(query, key, settings.options(), stage); }));
 }
 
+template <bool kPublic>
 py::object attention_varlen_py(const GivenArguments& given) {
   Tensor query, key, value, cu_seqlens_q;
   OptionalTensor cu_seqlens_k, block_table, kv_lens;
@@ -117,7 +119,7 @@ py::object attention_varlen_py(const GivenArguments& given) {
     visit("max_seqlen_k", max_seqlen_k);
     visit("block_table", block_table);
     visit("kv_lens", kv_lens);
-    visit("q_offset", q_offset);
+    if constexpr (!kPublic) visit("q_offset", q_offset);
     visit_rules(visit, rules);
   });
   const VarlenOptions options = VarlenOptions()
@@ -128,7 +130,30 @@ py::object attention_varlen_py(const GivenArguments& given) {
                                     .block_table(block_table)
                                     .kv_lens(kv_lens)
                                     .q_offset(q_offset);
-  return with_lse(return_lse, [&] { return attention_varlen_with_lse(query, key, value, cu_seqlens_q, options); });
+  return first_or_both(return_lse, [&] { return attention_varlen_with_lse(query, key, value, cu_seqlens_q, options); });
+}
+
+py::object merge_states_py(const GivenArguments& given) {
+  Tensor out_a, lse_a, out_b, lse_b;
+  given.read([&](const auto& visit) {
+    visit("out_a", out_a);
+    visit("lse_a", lse_a);
+    visit("out_b", out_b);
+    visit("lse_b", lse_b);
+  });
+  return py::cast(without_gil([&] { return merge_states(out_a, lse_a, out_b, lse_b); }));
+}
+
+py::object apply_rope_py(const GivenArguments& given) {
+  Tensor x, cos, sin;
+  bool interleaved = false;
+  given.read([&](const auto& visit) {
+    visit("x", x);
+    visit("cos", cos);
+    visit("sin", sin);
+    visit("interleaved", interleaved);
+  });
+  return py::cast(without_gil([&] { return apply_rope(x, cos, sin, interleaved); }));
 }
 
 using LatentTensors = std::tuple<Tensor, Tensor>;
@@ -290,18 +315,31 @@ std::tuple<Tensor, Tensor, Tensor> latent_project_py(const Tensor& query, const 
   return latent_project(query, latent, k_rope, kv_b, v_dim, path, options);
 }
 
-std::tuple<Tensor, Tensor> linear_attention_py(const Tensor& query, const Tensor& key, const Tensor& value,
-                                               const OptionalTensor& log_decay, const OptionalTensor& beta,
-                                               const OptionalTensor& initial_state, const OptionalTensor& kv_lens,
-                                               const OptionalTensor& cu_seqlens, std::optional<double> scale) {
-  return linear_attention_with_state(query, key, value,
-                                     RecurrenceOptions()
-                                         .log_decay(log_decay)
-                                         .beta(beta)
-                                         .initial_state(initial_state)
-                                         .kv_lens(kv_lens)
-                                         .cu_seqlens(cu_seqlens)
-                                         .scale(scale));
+py::object linear_attention_py(const GivenArguments& given) {
+  Tensor query, key, value;
+  OptionalTensor log_decay, beta, initial_state, kv_lens, cu_seqlens;
+  std::optional<double> scale;
+  bool return_state = false;
+  given.read([&](const auto& visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("log_decay", log_decay);
+    visit("beta", beta);
+    visit("initial_state", initial_state);
+    visit("kv_lens", kv_lens);
+    visit("cu_seqlens", cu_seqlens);
+    visit("scale", scale);
+    visit("return_state", return_state);
+  });
+  const RecurrenceOptions options = RecurrenceOptions()
+                                        .log_decay(log_decay)
+                                        .beta(beta)
+                                        .initial_state(initial_state)
+                                        .kv_lens(kv_lens)
+                                        .cu_seqlens(cu_seqlens)
+                                        .scale(scale);
+  return first_or_both(return_state, [&] { return linear_attention_with_state(query, key, value, options); });
 }
 
 Tensor linear_attention_in_place_py(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& state,
@@ -313,17 +351,28 @@ Tensor linear_attention_in_place_py(const Tensor& query, const Tensor& key, cons
       RecurrenceOptions().log_decay(log_decay).beta(beta).kv_lens(kv_lens).cu_seqlens(cu_seqlens).scale(scale));
 }
 
-std::tuple<Tensor, Tensor> causal_conv1d_py(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                            const std::optional<std::string>& activation,
-                                            const OptionalTensor& initial_state, const OptionalTensor& kv_lens,
-                                            const OptionalTensor& cu_seqlens) {
-  return causal_conv1d_with_state(x, weight,
-                                  CausalConv1dOptions()
-                                      .bias(bias)
-                                      .activation(activation)
-                                      .initial_state(initial_state)
-                                      .kv_lens(kv_lens)
-                                      .cu_seqlens(cu_seqlens));
+py::object causal_conv1d_py(const GivenArguments& given) {
+  Tensor x, weight;
+  OptionalTensor bias, initial_state, kv_lens, cu_seqlens;
+  std::optional<std::string> activation;
+  bool return_state = false;
+  given.read([&](const auto& visit) {
+    visit("x", x);
+    visit("weight", weight);
+    visit("bias", bias);
+    visit("activation", activation);
+    visit("initial_state", initial_state);
+    visit("kv_lens", kv_lens);
+    visit("cu_seqlens", cu_seqlens);
+    visit("return_state", return_state);
+  });
+  const CausalConv1dOptions options = CausalConv1dOptions()
+                                          .bias(bias)
+                                          .activation(activation)
+                                          .initial_state(initial_state)
+                                          .kv_lens(kv_lens)
+                                          .cu_seqlens(cu_seqlens);
+  return first_or_both(return_state, [&] { return causal_conv1d_with_state(x, weight, options); });
 }
 
 py::dict default_rules() {
@@ -363,9 +412,15 @@ void bind_rope_settings(py::module_& m) {
 void register_ops(py::module_& m) {
   bind_rope_settings(m);
   m.def("default_rules", &default_rules, "The rules of every operator, each with its default.");
-  add_keyword_function(m, "attention", 5, &attention_py);
-  add_keyword_function(m, "attention_varlen", 6, &attention_varlen_py);
-  add_keyword_function(m, "attention_scores", 3, &attention_scores_py);
+  register_fast_path_function(m);
+  add_public_function(m, {"attention", 3, 4, &attention_py});
+  add_public_function(m, {"attention_scores", 2, 3, &attention_scores_py});
+  add_fast_path({"attention_varlen", 4, 5, &attention_varlen_py<true>});
+  add_keyword_function(m, "attention_varlen", 5, &attention_varlen_py<false>);
+  add_public_function(m, {"merge_states", 4, 4, &merge_states_py});
+  add_public_function(m, {"apply_rope", 3, 3, &apply_rope_py});
+  add_public_function(m, {"linear_attention", 3, 3, &linear_attention_py});
+  add_public_function(m, {"causal_conv1d", 2, 3, &causal_conv1d_py});
   add_keyword_function(m, "attend", 4, &attend_py);
   add_keyword_function(m, "attend_shared", 5, &attend_shared_py);
   add_keyword_function(m, "latent_attend", 7, &latent_attend_py);
@@ -386,8 +441,6 @@ void register_ops(py::module_& m) {
           "block_sums"});
   define(m, "latent_project", &latent_project_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross"});
-  define(m, "merge_states", &merge_states, {"out_a", "lse_a", "out_b", "lse_b"});
-  define(m, "apply_rope", &apply_rope, {"x", "cos", "sin", "interleaved"});
   define(m, "sinusoidal_positions", &sinusoidal_positions, {"positions", "dim", "base"});
   define(m, "alibi_slopes", &alibi_slopes, {"num_heads"});
   define(m, "rope_table", &rope_table, {"positions", "inv_freq", "factor"});
@@ -410,12 +463,8 @@ void register_ops(py::module_& m) {
       layouts[layout.name] = py::make_tuple(layout.numbers, layout.bytes);
     return layouts;
   });
-  define(m, "linear_attention", &linear_attention_py,
-         {"query", "key", "value", "log_decay", "beta", "initial_state", "kv_lens", "cu_seqlens", "scale"});
   define(m, "linear_attention_", &linear_attention_in_place_py,
          {"query", "key", "value", "state", "log_decay", "beta", "kv_lens", "cu_seqlens", "scale"});
-  define(m, "causal_conv1d", &causal_conv1d_py,
-         {"x", "weight", "bias", "activation", "initial_state", "kv_lens", "cu_seqlens"});
   define(m, "rms_norm", &rms_norm, {"x", "weight", "eps"});
   define(m, "add_rms_norm", &add_rms_norm, {"x", "added", "weight", "eps"});
   define(m, "swiglu", &swiglu, {"gate", "up"});

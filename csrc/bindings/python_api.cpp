@@ -4,7 +4,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.doc() = "The native side of attnpack.";
   attnpack::register_ops(m);
-  auto checks = m.def_submodule("checks", "The judges of wrong calls.");
+  auto checks = m.def_submodule("checks", "The checks of calls.");
   attnpack::register_checks(checks);
   auto cpp = m.def_submodule("cpp", "attnpack's C++ modules and caches, bound as they are.");
   attnpack::register_caches(cpp);
@@ -21,8 +21,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   attnpack::register_backend(backend);
   auto checkpoints = m.def_submodule("checkpoints", "Files of weights, JSON, and Hugging Face directories.");
   attnpack::register_checkpoints(checkpoints);
-  auto spread = m.def_submodule("spread", "Python's context_parallel, as the modules of C++ see it.");
-  attnpack::register_spread(spread);
+  auto context_parallel =
+      m.def_submodule("context_parallel", "Python's context_parallel, as the modules of C++ see it.");
+  attnpack::register_context_parallel(context_parallel);
 #ifdef ATTNPACK_DISTRIBUTED
   auto distributed = m.def_submodule("distributed", "Attention by several processes.");
   attnpack::register_distributed(distributed);

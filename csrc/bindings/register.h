@@ -17,7 +17,7 @@ void register_convert(py::module_& m);
 void register_plain_linear(py::module_& m);
 void register_backend(py::module_& m);
 void register_checkpoints(py::module_& m);
-void register_spread(py::module_& m);
+void register_context_parallel(py::module_& m);
 void register_distributed(py::module_& m);
 
 }  // namespace attnpack

@@ -1,6 +1,7 @@
 """The site's additions to Sphinx: sections of the README, C++ headers, pages of classes, the course with pictures,
 words for the search, pages of heads, formulas as MathML, and docstrings as plain text with back-ticks."""
 
+import inspect
 from types import FunctionType
 
 from sphinx.pycode import ModuleAnalyzer
@@ -38,7 +39,7 @@ def setup(app):
 
 def show_whole_signature(app, what, name, obj, options, signature, result):
     """Overloads name their keywords together. So pages show a function's own signature, which has all of them."""
-    if isinstance(obj, FunctionType) and obj.__module__.startswith("attnpack."):  # not those of C++
+    if isinstance(inspect.unwrap(obj), FunctionType) and obj.__module__.startswith("attnpack."):  # not those of C++
         analyzer = ModuleAnalyzer.for_module(obj.__module__)
         analyzer.analyze()
         analyzer.overloads.clear()

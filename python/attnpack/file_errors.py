@@ -26,7 +26,7 @@ def naming(path: str | os.PathLike, failed: str, fix: str) -> Iterator[None]:
         raise ValueError(f"{path}: {failed} ({_reason(error)}); {fix}") from error
 
 
-def brief(text: object) -> str:
+def excerpt(text: object) -> str:
     """Words from a file, made fit for an error sentence: short, on one line, printable."""
     words = str(text)
     if not words.isprintable():

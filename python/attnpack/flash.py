@@ -491,9 +491,9 @@ def _rotate(q, k, cos, sin, before, turns, interleaved) -> tuple[Tensor, Tensor]
         raise ValueError(f"attnpack: rotary_cos has {cos.size(0)} positions, wants {last}: make longer tables")
     starts = torch.tensor(before, device=q.device).unsqueeze(1)
 
-    def turned(x: Tensor, steps: int) -> Tensor:
+    def rotated(x: Tensor, steps: int) -> Tensor:
         places = starts + torch.arange(steps, device=q.device)  # [B, steps]
         tables = (table.float()[places].unsqueeze(1) for table in (cos, sin))
         return apply_rope(x.transpose(1, 2), *tables, interleaved=interleaved).transpose(1, 2)
 
-    return turned(q, q.size(1) if turns else 1), turned(k, k.size(1))
+    return rotated(q, q.size(1) if turns else 1), rotated(k, k.size(1))

@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
     def roll_back(self):
         cache = attnpack.ModelCache([self.cache])
         key, value = torch.randn(BATCH, HEADS, 1, DIM), torch.randn(BATCH, HEADS, 1, V_DIM)
-        with pytest.raises(RuntimeError, match="stop"), cache.all_or_none():
+        with pytest.raises(RuntimeError, match="stop"), cache.rollback_on_error():
             if self.longest < ROOM:
                 append(self.cache, key, value)
             raise RuntimeError("stop")

@@ -102,7 +102,7 @@ def test_a_ragged_append_is_as_long_as_its_longest_row():
 
 def test_roll_back():
     cache, latents = filled()
-    with pytest.raises(RuntimeError, match="stop"), attnpack.ModelCache([cache]).all_or_none():
+    with pytest.raises(RuntimeError, match="stop"), attnpack.ModelCache([cache]).rollback_on_error():
         append(cache, torch.randn(2, 1, 9, RANK + ROPE))
         raise RuntimeError("stop")
     assert torch.equal(cache.k, latents) and torch.equal(cache.v, latents[..., :RANK])

@@ -42,7 +42,7 @@ def expected(query, key, value, bits, first, last, begin, **settings):
 
 
 def append(cache, key, value, query, kv_lens=None, **settings):
-    with cache.all_or_none():
+    with cache.rollback_on_error():
         result = ops.attend(query, key, value, cache=cache.reserve(key, value), kv_lens=kv_lens, **settings)
         cache.commit(key.size(2), kv_lens)
     return result

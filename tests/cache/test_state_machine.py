@@ -119,7 +119,7 @@ class Machine:
 
     def write(self, key, value, new_lens):
         """Does as a module: reserve, attend, commit."""
-        with self.cache.all_or_none():
+        with self.cache.rollback_on_error():
             if self.kind.indexed:
                 self.write_index(key[:, :1], new_lens)
             if self.kind.latent:
@@ -234,7 +234,7 @@ class Machine:
             model = attnpack.ModelCache([self.cache])
             full = self.kind.room and max(self.lengths()) + length > self.kind.room
             full = full or (self.kind.pages and missing_pages(self.cache, [length] * BATCH) > 0)
-            with pytest.raises(RuntimeError, match="stop"), model.all_or_none():
+            with pytest.raises(RuntimeError, match="stop"), model.rollback_on_error():
                 if not full:
                     self.write(*self.new(length), None)
                 raise RuntimeError("stop")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from attnpack.file_errors import brief, naming
+from attnpack.file_errors import excerpt, naming
 
 
 class PanicException(BaseException):
@@ -40,7 +40,7 @@ def test_what_says_it_already_passes(error):
 
 
 def test_words_of_a_file_stay_short_and_on_one_line():
-    assert brief("model.norm.weight") == "model.norm.weight"
-    assert brief("a\nb\x1b[2J") == r"a\nb\x1b[2J"
-    assert brief("x" * 10**6) == "x" * 77 + "..."
-    assert len(brief("\0" * 10**6)) == 80
+    assert excerpt("model.norm.weight") == "model.norm.weight"
+    assert excerpt("a\nb\x1b[2J") == r"a\nb\x1b[2J"
+    assert excerpt("x" * 10**6) == "x" * 77 + "..."
+    assert len(excerpt("\0" * 10**6)) == 80

@@ -1,7 +1,6 @@
 """The first hour on a GPU, as far as a machine without one can tell: the cases of the smoke script, and the order of
 the steps, with stand-ins for the programs of CUDA."""
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -9,17 +8,11 @@ import sys
 import pytest
 import torch
 from processes import ROOT, add_program, run_program
-
-
-def smoke():
-    spec = importlib.util.spec_from_file_location("gpu_smoke", ROOT / "scripts/gpu_smoke.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from script_modules import load_script
 
 
 def test_the_smoke_cases_are_right_and_their_limit_can_fail():
-    script = smoke()
+    script = load_script("scripts/gpu_smoke.py")
     names = []
     for name, kernels, call, exact in script.make_cases("cpu"):
         got, wanted = call(), exact()

@@ -209,7 +209,7 @@ def changes():
     with pytest.raises(ValueError):
         module(draw(2, 2, WIDTH), cache=held)
     model_cache = attnpack.ModelCache([held])
-    with pytest.raises(KeyError), model_cache.all_or_none():
+    with pytest.raises(KeyError), model_cache.rollback_on_error():
         module(draw(4, 3, WIDTH), cache=held)
         raise KeyError
     call(draw(4, 1, WIDTH))

@@ -84,7 +84,7 @@ def work(seed: int, seconds: float) -> None:
             used = resource.getrusage(resource.RUSAGE_SELF)
             resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, -1))
             path = lies.write_lie(seed, Path(folder) / "case")
-            if complaint := judge(path):
+            if complaint := check_file(path):
                 print(f"seed {seed}: {complaint}", flush=True)
             shutil.rmtree(Path(folder) / "case")
             seed += 1
@@ -92,7 +92,7 @@ def work(seed: int, seconds: float) -> None:
                 return
 
 
-def judge(path: Path) -> str | None:
+def check_file(path: Path) -> str | None:
     """The failure of loading the checkpoint's model and tokenizer."""
     for part in (load, load_text):
         try:

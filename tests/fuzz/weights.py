@@ -89,7 +89,7 @@ def damaged(seed: int) -> bytes:
     return data
 
 
-def judge(data: bytes, path: Path) -> tuple[str, bool]:
+def check_bytes(data: bytes, path: Path) -> tuple[str, bool]:
     """The fault, or "", and whether Rust's reader takes the file."""
     import safetensors
     from attnpack.checkpoints.safetensors import SafetensorsFile, load_safetensors
@@ -140,7 +140,7 @@ def work(seed: int, count: int, seconds: float, folder: Path) -> None:
     from attnpack.tools.memory import resident_bytes
 
     for data in whole():
-        judge(data, folder / "x.safetensors")  # imports what is needed
+        check_bytes(data, folder / "x.safetensors")  # imports what is needed
     most = resident_bytes("VmSize") + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -150,7 +150,7 @@ def work(seed: int, count: int, seconds: float, folder: Path) -> None:
             last.seek(0)
             last.write(str(seed))
             last.flush()
-            complaint, accepted = judge(damaged(seed), folder / "x.safetensors")
+            complaint, accepted = check_bytes(damaged(seed), folder / "x.safetensors")
             taken += accepted
             if complaint:
                 print(f"seed {seed}: {complaint}", flush=True)

@@ -61,7 +61,7 @@ def read_by(function):
 
 
 @since("5.23")
-def test_every_keyword_of_the_installed_models_is_judged():
+def test_every_keyword_of_the_installed_models_is_checked():
     keywords = handed_over()
     assert {"scaling", "s_aux", "block_indices", "sinks"} <= keywords.keys(), "the calls are written another way"
     unknown = {name: model for name, model in keywords.items() if name not in HONOURED | HARMLESS | set(REFUSED)}
@@ -80,13 +80,13 @@ def test_every_keyword_of_the_installed_models_is_judged():
     ],
     ids=lambda function: function.__name__,
 )
-def test_every_keyword_of_the_installed_attention_functions_is_judged(function):
+def test_every_keyword_of_the_installed_attention_functions_is_checked(function):
     tensors = {"query_states", "key_states", "value_states", "query_length"}  # attention_forward's query, key, value
     assert read_by(function) <= HONOURED | HARMLESS | tensors | set(REFUSED)
 
 
 @since("5.23")
-def test_every_keyword_of_a_paged_cache_is_judged():
+def test_every_keyword_of_a_paged_cache_is_checked():
     assert input_outputs.PagedAttentionArgs.__annotations__.keys() <= HONOURED | HARMLESS | set(REFUSED)
 
 

@@ -118,7 +118,7 @@ def test_forward_with_weights_may_be_told_so():
     assert weights[0].shape == weights[1].shape
 
 
-def test_similar_groups_judges_its_arguments():
+def test_similar_groups_checks_its_arguments():
     layer = attention(attnpack)
     complaint(ValueError, "num_kv_heads: got 0, want at least 1", attnpack.convert.similar_groups, layer, 0)
     complaint(TypeError, "num_kv_heads is 'x' .*, wants an int", attnpack.convert.similar_groups, layer, "x")

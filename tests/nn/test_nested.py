@@ -48,6 +48,29 @@ def test_attention_is_one_call_per_sequence(settings, dtype):
         assert torch.equal(o, expected[0]) and torch.equal(s, expected_lse[0])
 
 
+def test_each_token_has_a_factor_of_its_own():
+    """query_scale [B, L*], with a gradient."""
+    q, k, v = (sequences(h, 8, seed=s) for h, s in ((4, 0), (2, 10), (2, 20)))
+    factors = [draw(n, dtype=torch.float64, seed=30 + n).requires_grad_() for n in LENGTHS]
+    scale = torch.nested.as_nested_tensor(factors, layout=torch.jagged)
+    out = attention(heads(q), heads(k), heads(v), causal=True, query_scale=scale)
+    got = torch.autograd.grad(out.values().square().sum(), factors)
+    for o, a, b, c, factor, grad in zip(out.unbind(), q, k, v, factors, got, strict=True):
+        expected = attention(one(a), one(b), one(c), causal=True, query_scale=factor)
+        assert torch.equal(o, expected[0])
+        assert_close(grad, torch.autograd.grad(expected.square().sum(), factor)[0])
+
+
+def test_factors_of_other_sequences_are_refused():
+    q = heads(sequences(2, 8))
+    with pytest.raises(ValueError, match="query_scale is a padded tensor beside nested ones, wants a jagged nested"):
+        attention(q, q, q, query_scale=torch.ones(4, 70))
+    with pytest.raises(ValueError, match="query_scale has other sequence lengths than query, wants the same"):
+        attention(q, q, q, query_scale=jag([torch.ones(n) for n in LENGTHS[::-1]]))
+    with pytest.raises(ValueError, match=r"query_scale has shape \[82, 1\], wants \[tokens\]"):
+        attention(q, q, q, query_scale=jag([torch.ones(n, 1) for n in LENGTHS]))
+
+
 def test_gradients_reach_the_nested_inputs():
     parts = [x.requires_grad_() for x in sequences(3, 8)]
     x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)

@@ -3,7 +3,7 @@
 import attnpack
 import pytest
 import torch
-from attnpack.nn.spread import Spread, spread_sequence
+from attnpack.nn.sharded_attention import ShardedAttention, sharded_sequence
 from torch.testing import assert_close
 
 EMBED = 24
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused():
             with pytest.raises(TypeError, match="unexpected keyword argument 'key_index'"):
                 called.forward(x.float(), key_index=names_of(2, 5, 5, 2))
     with (
-        spread_sequence(Spread()),
+        sharded_sequence(ShardedAttention()),
         pytest.raises(ValueError, match="key_index: got one, which is not supported over several processes"),
     ):
         attnpack.GroupedQueryAttention(EMBED, 4, 2)(x.float(), key_index=names_of(2, 5, 5, 2))
@@ -176,7 +176,7 @@ def test_grouped_modules_attend_named_blocks(language):
             with pytest.raises(TypeError, match="unexpected keyword argument 'key_block'"):
                 each.forward(x.float(), key_block=3)
     with (
-        spread_sequence(Spread()),
+        sharded_sequence(ShardedAttention()),
         pytest.raises(ValueError, match="key_index: got one, which is not supported over several processes"),
     ):
         attnpack.GroupedQueryAttention(EMBED, 4, 2)(x.float(), key_block=3)

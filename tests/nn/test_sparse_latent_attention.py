@@ -6,7 +6,7 @@ import pytest
 import torch
 from attnpack import reference
 from attnpack.distributed.shares import plan_of
-from attnpack.nn.spread import Spread, spread_sequence
+from attnpack.nn.sharded_attention import ShardedAttention, sharded_sequence
 from attnpack.ops import select_keys
 from module_cases import YARN
 from torch.testing import assert_close
@@ -392,10 +392,12 @@ def test_wrong_calls_leave_the_caches_as_they_were(language):
 
 def test_several_processes_are_refused():
     module, x = make(), draw(1, 5, EMBED)
-    with spread_sequence(Spread()), pytest.raises(ValueError, match="SparseLatentAttention under context_parallel"):
-        module(x)
-    with spread_sequence(Spread()), pytest.raises(ValueError, match="SparseLatentAttention under context_parallel"):
-        module.indexer_loss(x)
+    for call in (module, module.indexer_loss):
+        with (
+            sharded_sequence(ShardedAttention()),
+            pytest.raises(ValueError, match="SparseLatentAttention under context_parallel"),
+        ):
+            call(x)
     with pytest.raises(ValueError, match="SparseLatentAttention has a parameter 'indexer.wq_b.weight'"):
         plan_of(module, 3, 0)
     rows = torch.nested.nested_tensor([x[0], x[0, :3]], layout=torch.jagged)

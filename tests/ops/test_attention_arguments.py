@@ -98,7 +98,7 @@ def fitting(make):
     }
     call |= {name: of() for name, of in optional.items() if make(st.booleans())}
     if "alibi_slopes" in call and call.get("q_offset") != "end":
-        # Scores of 1e9 and more cannot be judged: fp16 overflows, and the last digit of lse exceeds the log of a sum.
+        # Scores of 1e9 and more cannot be compared: fp16 overflows, and the last digit of lse exceeds the log of a sum.
         call["q_offset"] = make(st.integers(-6, 6))
     if head_map is not None:
         call["head_map"] = head_map

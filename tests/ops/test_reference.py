@@ -381,7 +381,7 @@ def test_notebook_versions():
 
 
 def test_stands_alone():
-    """The reference judges the operator, so it must not use our code: it runs without the package."""
+    """The reference checks the operator, so it must not use our code: it runs without the package."""
     path = Path(reference.__file__)
     names = runpy.run_path(str(path), run_name="reference")
     imported = re.findall(r"^\s*(?:import|from) (\S+)", path.read_text(), flags=re.M)

@@ -77,7 +77,7 @@ def test_sample(dtype, index):
     if "attn_mask" in settings:
         tensors["attn_mask"] = settings.pop("attn_mask")
     got = results(ours, tensors, settings)
-    if settings["dropout_p"] > 0:  # random, so it is judged with the same dropped probabilities
+    if settings["dropout_p"] > 0:  # random, so it is compared with the same dropped probabilities
         settings["kept"] = kept(**tensors, **settings)
     truth = results(torchs, {k: x.detach().double().requires_grad_() for k, x in tensors.items()}, settings)
     if dtype == torch.float64:

@@ -1,23 +1,16 @@
 """A package of AOTInductor with our ops runs in a C++ process that links libattnpack."""
 
-import importlib.util
 import sys
 
 import pytest
 import torch
 from cpp_programs import cpp_program
 from processes import ROOT, run_program
+from script_modules import load_script
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.long
 EXAMPLE = ROOT / "examples/cpp/aoti"
-
-
-def load_export():
-    spec = importlib.util.spec_from_file_location("aoti_export", EXAMPLE / "export.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_example(tmp_path):
@@ -28,14 +21,14 @@ def test_the_example(tmp_path):
     assert process.returncode == 0, process.text
     assert process.stdout.splitlines() == ["output [3, 5, 32]", "output [3, 5, 3, 6]", "output [3, 5, 3]"]
     torch.manual_seed(0)
-    layer = load_export().Layer().eval()
+    layer = load_script("examples/cpp/aoti/export.py").Layer().eval()
     inputs = torch.load(files[1])
     assert len(inputs[0]) == 3  # the package was made for a batch of 2
     assert_close(torch.load(files[2]), layer(*inputs))
 
 
 def test_a_package_of_the_example_runs_in_python_too(tmp_path):
-    export = load_export()
+    export = load_script("examples/cpp/aoti/export.py")
     torch.manual_seed(1)
     layer, inputs = export.Layer().eval(), export.make_inputs(2)
     with torch.no_grad():

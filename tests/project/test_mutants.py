@@ -1,20 +1,10 @@
 """The lists of scripts/mutants.py fit the sources. That script runs the mutants: it takes many minutes."""
 
-import importlib.util
-import sys
-
 import pytest
 from processes import ROOT
+from script_modules import load_script
 
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("mutants_script", ROOT / "scripts" / "mutants.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-mutants = load_script()
+mutants = load_script("scripts/mutants.py")
 MUTANTS = mutants.read_lists()
 
 

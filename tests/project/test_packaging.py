@@ -1,7 +1,6 @@
 """The files in the wheel, C++ programs that use them, and `attnpack info`."""
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -17,13 +16,12 @@ import torch
 from attnpack import _load
 from attnpack.tools import info
 from processes import ROOT, TORCH_DIR, fake_torch, needs, run_program, run_python, without_python
+from script_modules import load_script
 
 EXAMPLE = ROOT / "examples/cpp/hello_attention"
 MINOR = ".".join(torch.__version__.split(".")[:2])
 PREFIX = f"torch-{MINOR}"
-_spec = importlib.util.spec_from_file_location("wheel_parts", ROOT / "scripts/wheel_parts.py")
-wheel_parts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(wheel_parts)
+wheel_parts = load_script("scripts/wheel_parts.py")
 
 
 @pytest.fixture(scope="module")

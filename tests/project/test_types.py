@@ -123,6 +123,7 @@ def public_names() -> list[str]:
 def functions_of(name: str, value: object) -> dict[str, types.FunctionType]:
     """A function itself; of a class the public methods, and what makes it."""
     if not isinstance(value, type):
+        value = inspect.unwrap(value) if callable(value) else value
         return {name: value} if isinstance(value, types.FunctionType) else {}
     own = {part: made for part, made in vars(value).items() if isinstance(made, types.FunctionType)}
     return {f"{name}.{part}": made for part, made in own.items() if part[0] != "_" or part == "__init__"}

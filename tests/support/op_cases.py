@@ -1,4 +1,4 @@
-"""Cases of the operator, a pairwise covering of its arguments, and the rule that judges results."""
+"""Cases of the operator, a pairwise covering of its arguments, and the rule that checks results."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def check(ours: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Te
 def check_against_reference(
     inputs: Inputs, *, gradients: bool = True, attend: Callable = attnpack.attention
 ) -> dict[str, Tensor]:
-    """Judges the operator on the inputs, and returns its results."""
+    """Checks the operator on the inputs, and returns its results."""
     ours = compute_results(attend, inputs, gradients=gradients)
     with threads(1):  # one thread: on a busy machine plain PyTorch is several times as fast so on small tensors
         plain = compute_results(reference.attention, inputs, gradients=gradients)

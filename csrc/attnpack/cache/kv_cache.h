@@ -122,7 +122,7 @@ class KVCache {
 // Runs call, which appends to caches, a container of shared pointers. Where it raises, each cache is taken back to
 // where it was.
 template <typename Caches, typename Call>
-auto all_or_none(const Caches& caches, const Call& call) {
+auto rollback_on_error(const Caches& caches, const Call& call) {
   std::vector<CacheBefore> before;
   before.reserve(caches.size());
   for (const auto& cache : caches) before.push_back(cache->before());

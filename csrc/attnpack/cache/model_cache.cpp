@@ -54,7 +54,7 @@ void ModelCache::reset() {
 }
 
 void ModelCache::crop(const c10::SymInt& n) {
-  all_or_none([&] {
+  rollback_on_error([&] {
     for (const auto& layer : layers_) layer->crop(n);
   });
 }

@@ -31,8 +31,8 @@ class ModelCache {
   // Runs forward, which appends to one layer after the other; where it raises, every layer is taken back to where it
   // was.
   template <typename Forward>
-  auto all_or_none(const Forward& forward) {
-    return attnpack::all_or_none(layers_, forward);
+  auto rollback_on_error(const Forward& forward) {
+    return attnpack::rollback_on_error(layers_, forward);
   }
 
  private:

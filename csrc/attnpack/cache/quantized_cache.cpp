@@ -45,7 +45,7 @@ void QuantizedCache::share_lengths() {
   exact_.restore(state);
 }
 
-void QuantizedCache::check_held(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank) {
+void QuantizedCache::check_stored(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank) {
   ATTNPACK_CHECK(key.dim() == 4 && value.dim() == 4, "cache: got keys of shape ", key.sym_sizes(), " and values of ",
                  value.sym_sizes(), ", want [batch, num_kv_heads, L, head_dim] each");
   ATTNPACK_CHECK(at::isFloatingType(key.scalar_type()) && value.scalar_type() == key.scalar_type(),
@@ -69,7 +69,7 @@ void QuantizedCache::check_held(const at::Tensor& key, const at::Tensor& value, 
 
 CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {
   check_given(key, value);
-  check_held(key, value, /*kv_lora_rank=*/0);
+  check_stored(key, value, /*kv_lora_rank=*/0);
   const auto bytes = [&](const at::Tensor& x) { return sym_quantized_row_bytes(bits(), x.sym_size(3)); };
   auto room = DynamicCache::reserve(row_shape(key, bytes(key)), row_shape(value, bytes(value)));
   room.bits = bits();
@@ -92,7 +92,7 @@ CacheTensors QuantizedCache::reserve_latents(const at::Tensor& latents, int64_t 
   ATTNPACK_CHECK(latents.dim() == 4 && kv_lora_rank > 0 && latents.sym_size(3) >= kv_lora_rank,
                  "cache: got latents of shape ", latents.sym_sizes(), " and kv_lora_rank ", kv_lora_rank,
                  ", want [batch, 1, L, kv_lora_rank + qk_rope_head_dim]");
-  check_held(latents, latents.narrow(-1, 0, 0), kv_lora_rank);
+  check_stored(latents, latents.narrow(-1, 0, 0), kv_lora_rank);
   const auto bytes = sym_latent_row_bytes(kv_lora_rank, head_dim_ - kv_lora_rank, dtype_);
   return DynamicCache::reserve(row_shape(latents, bytes), row_shape(latents, 0));
 }

@@ -53,7 +53,7 @@ class QuantizedCache : public DynamicCache {
  private:
   bool keeps_exact() const { return exact_first() > 0 || exact_last() > 0; }
   // Takes shape and dtype of the first append, and checks those of later ones.
-  void check_held(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank);
+  void check_stored(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank);
   at::Tensor expanded(const at::Tensor& rows, const c10::SymInt& dim, const at::Tensor& exact) const;
   void share_lengths();
 

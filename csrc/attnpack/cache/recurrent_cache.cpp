@@ -11,7 +11,7 @@ using c10::SymInt;
 
 namespace {
 
-void check_held(const char* name, const at::Tensor& held, const SymInt& batch, at::IntArrayRef shape) {
+void check_stored(const char* name, const at::Tensor& held, const SymInt& batch, at::IntArrayRef shape) {
   bool fits = held.defined() != shape.empty();
   if (held.defined() && fits) {
     fits = held.dim() == static_cast<int64_t>(shape.size()) + 1;
@@ -34,10 +34,10 @@ void check_held(const char* name, const at::Tensor& held, const SymInt& batch, a
 
 RecurrentStates RecurrentCache::states(const SymInt& batch, at::IntArrayRef conv_shape,
                                        at::IntArrayRef state_shape) const {
-  if (held_.is_empty()) return {};
-  check_held("convolution state", held_.conv, batch, conv_shape);
-  check_held("state", held_.state, batch, state_shape);
-  return {readable(held_.conv), readable(held_.state)};
+  if (states_.is_empty()) return {};
+  check_stored("convolution state", states_.conv, batch, conv_shape);
+  check_stored("state", states_.state, batch, state_shape);
+  return {readable(states_.conv), readable(states_.state)};
 }
 
 void RecurrentCache::advance(const RecurrentStates& states, const SymInt& new_len,
@@ -47,12 +47,12 @@ void RecurrentCache::advance(const RecurrentStates& states, const SymInt& new_le
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const auto before =
-      held_.is_empty() ? cache_zeros({some.sym_size(0)}, some.options().dtype(at::kLong)) : tensors_.lengths;
+      states_.is_empty() ? cache_zeros({some.sym_size(0)}, some.options().dtype(at::kLong)) : tensors_.lengths;
   if (new_lens) check_new_lens(*new_lens, before.sym_size(0));
   tensors_.lengths = new_lens ? before + new_lens->to(before.options()) : before.add(new_len);
   len_ = new_lens ? longest_length(tensors_.lengths, len_ + new_len) : len_ + new_len;
-  held_ = {states.conv.defined() ? states.conv.detach() : states.conv,
-           states.state.defined() ? states.state.detach() : states.state};
+  states_ = {states.conv.defined() ? states.conv.detach() : states.conv,
+             states.state.defined() ? states.state.detach() : states.state};
 }
 
 void RecurrentCache::take_back(const CacheBefore& before) { in_place_ ? reset() : KVCache::take_back(before); }
@@ -76,14 +76,14 @@ CacheTensors RecurrentCache::shared() const {
 
 SymInt RecurrentCache::sym_nbytes() const {
   SymInt bytes = 0;
-  for (const auto* held : {&held_.conv, &held_.state})
+  for (const auto* held : {&states_.conv, &states_.state})
     if (held->defined()) bytes += held->sym_nbytes();
   return bytes;
 }
 
 void RecurrentCache::reset() {
   tensors_ = {at::Tensor(), at::Tensor(), cache_zeros({0}, at::kLong)};
-  held_ = {};
+  states_ = {};
   len_ = 0;
 }
 
@@ -95,13 +95,13 @@ void RecurrentCache::crop(const SymInt& n) {
 
 void RecurrentCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/false);
-  if (held_.is_empty()) return;
+  if (states_.is_empty()) return;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  for (auto* held : {&held_.conv, &held_.state, &tensors_.lengths})
+  for (auto* held : {&states_.conv, &states_.state, &tensors_.lengths})
     if (held->defined()) *held = held->index_select(0, rows);
   // A convolution state is stored as its rows are read, whatever index_select gives.
-  if (held_.conv.defined()) held_.conv = held_.conv.transpose(1, 2).contiguous().transpose(1, 2);
+  if (states_.conv.defined()) states_.conv = states_.conv.transpose(1, 2).contiguous().transpose(1, 2);
   len_ = longest_length(tensors_.lengths, len_);
 }
 
@@ -109,14 +109,14 @@ std::shared_ptr<KVCache> RecurrentCache::clone() const {
   auto copy = std::make_shared<RecurrentCache>(*this);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  for (auto* held : {&copy->held_.conv, &copy->held_.state, &copy->tensors_.lengths})
+  for (auto* held : {&copy->states_.conv, &copy->states_.state, &copy->tensors_.lengths})
     if (held->defined()) *held = held->clone();
   return copy;
 }
 
 CacheState RecurrentCache::state() const {
-  CacheState result{{tensors_.lengths}, {len_, held_.conv.defined() ? 1 : 0, held_.state.defined() ? 1 : 0}};
-  for (const auto* held : {&held_.conv, &held_.state})
+  CacheState result{{tensors_.lengths}, {len_, states_.conv.defined() ? 1 : 0, states_.state.defined() ? 1 : 0}};
+  for (const auto* held : {&states_.conv, &states_.state})
     if (held->defined()) result.tensors.push_back(*held);
   return result;
 }
@@ -127,8 +127,8 @@ void RecurrentCache::restore(const CacheState& state) {
   ATTNPACK_CHECK(state.tensors.size() == size_t{1} + (conv ? 1 : 0) + (matrix ? 1 : 0), "tensors: got ",
                  state.tensors.size(), ", want lengths and the states that the numbers name");
   tensors_ = {at::Tensor(), at::Tensor(), state.tensors[0]};
-  held_.conv = conv ? state.tensors[1] : at::Tensor();
-  held_.state = matrix ? state.tensors.back() : at::Tensor();
+  states_.conv = conv ? state.tensors[1] : at::Tensor();
+  states_.state = matrix ? state.tensors.back() : at::Tensor();
   len_ = numbers[0];
 }
 

@@ -33,8 +33,8 @@ class RecurrentCache : public KVCache {
   bool writes_in_place() const { return in_place_; }
   void take_back(const CacheBefore& before) override;
 
-  at::Tensor conv_state() const { return readable(held_.conv); }
-  at::Tensor state_matrix() const { return readable(held_.state); }
+  at::Tensor conv_state() const { return readable(states_.conv); }
+  at::Tensor state_matrix() const { return readable(states_.state); }
 
   // These raise: nothing is appended.
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
@@ -57,7 +57,7 @@ class RecurrentCache : public KVCache {
   // A tensor that a call under inference_mode has made cannot be read by autograd: it gives a copy that can.
   static at::Tensor readable(const at::Tensor& held);
 
-  RecurrentStates held_;
+  RecurrentStates states_;
   c10::SymInt len_ = 0;  // kept here so that no call waits for the device
   bool in_place_ = false;
 };

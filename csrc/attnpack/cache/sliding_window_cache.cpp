@@ -26,10 +26,12 @@ SlidingWindowCache::SlidingWindowCache(const SlidingWindowCacheOptions& options)
   reset();
 }
 
-SymInt SlidingWindowCache::most_kept() const { return keep_first() + window() + kKeyAlignment - 1; }
+SymInt SlidingWindowCache::max_slots_after_slide() const { return keep_first() + window() + kKeyAlignment - 1; }
 
 // Each slide frees slots for the tokens to come. With this many it costs 1 to 3% of the attention between two slides.
-SymInt SlidingWindowCache::steady_capacity() const { return most_kept() + 1 + std::max<int64_t>(64, window() / 16); }
+SymInt SlidingWindowCache::steady_capacity() const {
+  return max_slots_after_slide() + 1 + std::max<int64_t>(64, window() / 16);
+}
 
 void SlidingWindowCache::slide(const SymInt& capacity) {
   c10::InferenceMode normal(false);
@@ -39,7 +41,7 @@ void SlidingWindowCache::slide(const SymInt& capacity) {
   tensors_.key = key;
   tensors_.value = value;
   tensors_.dropped = dropped;
-  used_ = std::min(used_, most_kept());
+  used_ = std::min(used_, max_slots_after_slide());
 }
 
 CacheTensors SlidingWindowCache::reserve(const at::Tensor& key, const at::Tensor& value) {
@@ -58,7 +60,7 @@ CacheTensors SlidingWindowCache::reserve(const at::Tensor& key, const at::Tensor
       tensors_.key = cache_grown(tensors_.key, used_, larger);
       tensors_.value = cache_grown(tensors_.value, used_, larger);
     } else if (need > capacity) {
-      slide(std::max(steady, std::min(used_, most_kept()) + added));
+      slide(std::max(steady, std::min(used_, max_slots_after_slide()) + added));
     }
   }
   CacheTensors room = tensors_;

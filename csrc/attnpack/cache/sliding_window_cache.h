@@ -53,8 +53,8 @@ class SlidingWindowCache : public KVCache {
   void restore(const CacheState& state) override;
 
  private:
-  c10::SymInt most_kept() const;        // most slots that a slide leaves in use
-  c10::SymInt steady_capacity() const;  // slots between calls
+  c10::SymInt max_slots_after_slide() const;  // most slots that a slide leaves in use
+  c10::SymInt steady_capacity() const;        // slots between calls
   void slide(const c10::SymInt& capacity);
 
   c10::SymInt used_ = 0;  // an upper bound of the slots in use, so that no append waits for the device

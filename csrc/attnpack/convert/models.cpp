@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include <attnpack/convert/detail/whole_model.h>
+#include <attnpack/convert/detail/model_checks.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/state_dict.h>
 

@@ -2,9 +2,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <attnpack/distributed/detail/error_text.h>
 #include <attnpack/distributed/detail/group_names.h>
 #include <attnpack/distributed/detail/sizes.h>
-#include <attnpack/distributed/detail/words.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <numeric>
@@ -25,7 +25,7 @@ auto explained(const Group& group, const Run& run) {
     TORCH_CHECK(false, "attnpack: a collective of ", group->getSize(), " processes failed on rank ", group->getRank(),
                 ": another process died, called something else, or did not come within the group's timeout; results "
                 "of this step are lost, so start the processes again from a checkpoint (",
-                words_of(error), ")");
+                error_text(error), ")");
   }
 }
 
@@ -104,9 +104,9 @@ struct Gathered : torch::autograd::Function<Gathered> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto group = group_of(context);
     const auto length = size_of(grads[0], 0) / group->getSize();
-    const auto own = context->saved_data["alike"].toBool() ? grads[0].narrow(0, group->getRank() * length, length)
-                                                           : Scattered::apply(grads[0], group);
-    return {own, {}, {}};
+    const auto local = context->saved_data["alike"].toBool() ? grads[0].narrow(0, group->getRank() * length, length)
+                                                             : Scattered::apply(grads[0], group);
+    return {local, {}, {}};
   }
 };
 

@@ -21,9 +21,10 @@ AttentionOptions rules_of(const LayerInputs& o) {
 // Refuses what the operator's checks do not know of.
 void refuse_inputs(const LayerInputs& o, int64_t length) {
   ATTNPACK_CHECK(!o.cache, "cache: got one under ContextParallel, want none: prefill and decode with a ShardedCache");
-  ATTNPACK_CHECK(!o.rope || !o.rope->by_length(),
-                 "rope: got frequencies that follow the length under ContextParallel, which is not done: use another "
-                 "scaling");
+  ATTNPACK_CHECK(
+      !o.rope || !o.rope->by_length(),
+      "rope: got frequencies that follow the length under ContextParallel, which is not supported: use another "
+      "scaling");
   ATTNPACK_CHECK(!o.positions || o.positions->size(-1) == length, "positions: got ", o.positions->sizes(), ", want ",
                  length, " of them: those of this rank's rows in the whole sequence");
 }
@@ -31,9 +32,9 @@ void refuse_inputs(const LayerInputs& o, int64_t length) {
 // [B, H, L, Dv] -> [B, L, H * Dv]
 at::Tensor join_heads(const at::Tensor& out) { return out.transpose(1, 2).flatten(2); }
 
-class SpreadSequence : public Spread {
+class ShardedSequence : public ShardedAttention {
  public:
-  SpreadSequence(Group group, const ContextParallelOptions& options) : group_(std::move(group)), options_(options) {}
+  ShardedSequence(Group group, const ContextParallelOptions& options) : group_(std::move(group)), options_(options) {}
 
   at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const AttendOptions& o) const override {
@@ -89,10 +90,10 @@ class SpreadSequence : public Spread {
 
 ContextParallel::ContextParallel(Group group, const ContextParallelOptions& options) {
   ATTNPACK_CHECK(group, "group: got none, want the processes that hold the sequence, such as gloo_group gives");
-  own_ = std::make_unique<SpreadSequence>(std::move(group), options);
-  before_ = spread_by(own_.get());
+  local_ = std::make_unique<ShardedSequence>(std::move(group), options);
+  before_ = set_sharded_attention(local_.get());
 }
 
-ContextParallel::~ContextParallel() { spread_by(before_); }
+ContextParallel::~ContextParallel() { set_sharded_attention(before_); }
 
 }  // namespace attnpack::distributed

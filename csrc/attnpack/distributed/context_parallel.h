@@ -1,7 +1,7 @@
 #pragma once
 
 #include <attnpack/distributed/attention.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 
 #include <memory>
 
@@ -36,8 +36,8 @@ class ContextParallel {
   ContextParallel& operator=(const ContextParallel&) = delete;
 
  private:
-  std::unique_ptr<const Spread> own_;
-  const Spread* before_;
+  std::unique_ptr<const ShardedAttention> local_;
+  const ShardedAttention* before_;
 };
 
 }  // namespace attnpack::distributed

@@ -1,7 +1,7 @@
 #include <attnpack/distributed/group.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/distributed/detail/words.h>
+#include <attnpack/distributed/detail/error_text.h>
 #define USE_C10D_GLOO  // else the header is empty
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -21,7 +21,7 @@ Group gloo_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "attnpack: rank ", rank, " did not find the other processes within ", timeout.count(),
                 " ms, want ", size, " of them: start each with a rank of its own, and all with the same store (",
-                words_of(error), ")");
+                error_text(error), ")");
   }
   group->setDefaultBackend(gloo);
   return group;

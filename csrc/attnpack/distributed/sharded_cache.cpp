@@ -8,22 +8,22 @@
 
 namespace attnpack::distributed {
 
-ShardedCache::ShardedCache(Group group) : group_(std::move(group)), held_(std::make_shared<DynamicCache>()) {}
+ShardedCache::ShardedCache(Group group) : group_(std::move(group)), cache_(std::make_shared<DynamicCache>()) {}
 
 at::Tensor ShardedCache::attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                 const AttentionOptions& options) {
   const at::NoGradGuard no_grad;
-  auto said = said_of(options);
-  said.insert(said.end(),
-              {{"past", std::to_string(len_)}, {"query", shown(query)}, {"key", shown(key)}, {"value", shown(value)}});
-  agree_on("a ShardedCache", group_, query.device(), said, [&] {
+  auto texts = rule_texts(options);
+  texts.insert(texts.end(),
+               {{"past", std::to_string(len_)}, {"query", shown(query)}, {"key", shown(key)}, {"value", shown(value)}});
+  agree_on("a ShardedCache", group_, query.device(), texts, [&] {
     refuse_unshared(options);
     ATTNPACK_CHECK(!options.kv_lens(), "kv_lens: got one, want none: the sequences of a ShardedCache have one length");
-    attnpack::attention(query, key.narrow(2, 0, 0), value.narrow(2, 0, 0), options);  // judges the arguments
+    attnpack::attention(query, key.narrow(2, 0, 0), value.narrow(2, 0, 0), options);  // checks the arguments
     ATTNPACK_CHECK(query.size(2) == key.size(2), "query: got ", query.size(2), " rows for ", key.size(2),
                    " new keys, want as many");
   });
-  return all_or_none(std::array{held_}, [&] {
+  return rollback_on_error(std::array{cache_}, [&] {
     const auto [keys, values] = append(key, value);
     const auto past = at::full({1}, len_, query.options().dtype(at::kLong));
     const auto out = attend_sharded_keys(query, keys, values, past, std::nullopt, options, group_);
@@ -34,11 +34,11 @@ at::Tensor ShardedCache::attend(const at::Tensor& query, const at::Tensor& key, 
 
 std::pair<at::Tensor, at::Tensor> ShardedCache::append(const at::Tensor& key, const at::Tensor& value) {
   const int64_t ranks = group_->getSize(), first = ((group_->getRank() - len_) % ranks + ranks) % ranks;
-  const auto own = [&](const at::Tensor& x) { return x.slice(2, first, std::nullopt, ranks); };
-  const auto room = held_->reserve(own(key), own(value));
-  kv_cache_append_(room.key, room.value, room.lengths, own(key), own(value));
-  held_->commit(own(key).size(2), std::nullopt);
-  return {held_->k(), held_->v()};
+  const auto local = [&](const at::Tensor& x) { return x.slice(2, first, std::nullopt, ranks); };
+  const auto room = cache_->reserve(local(key), local(value));
+  kv_cache_append_(room.key, room.value, room.lengths, local(key), local(value));
+  cache_->commit(local(key).size(2), std::nullopt);
+  return {cache_->k(), cache_->v()};
 }
 
 }  // namespace attnpack::distributed

@@ -23,14 +23,14 @@ class ShardedCache {
   // Positions of the whole sequences.
   int64_t len() const { return len_; }
   // Bytes of the keys and values that this rank holds.
-  int64_t nbytes() const { return held_->nbytes(); }
+  int64_t nbytes() const { return cache_->nbytes(); }
 
  private:
   // Writes the positions of this rank; its keys and values [B, Hkv, K, D] then.
   std::pair<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
 
   Group group_;
-  std::shared_ptr<DynamicCache> held_;
+  std::shared_ptr<DynamicCache> cache_;
   int64_t len_ = 0;
 };
 

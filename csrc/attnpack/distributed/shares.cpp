@@ -24,14 +24,14 @@ void check_rows(const std::string& name, const at::Tensor& x, const Share& share
 at::Tensor joined(const at::Tensor& part, const Share& share, const Group& group) {
   int64_t longest = 0;
   for (const auto& rows : share.rows) longest = std::max(longest, rows.numel());
-  const auto own = part.detach().movedim(share.dim, 0);
-  auto sizes = own.sizes().vec();
+  const auto local = part.detach().movedim(share.dim, 0);
+  auto sizes = local.sizes().vec();
   sizes[0] = longest;
-  const auto padded = at::zeros(sizes, own.options());
-  padded.narrow(0, 0, own.size(0)).copy_(own);
+  const auto padded = at::zeros(sizes, local.options());
+  padded.narrow(0, 0, local.size(0)).copy_(local);
   const auto parts = all_gather(padded, group);
   sizes[0] = share.size;
-  const auto whole = at::empty(sizes, own.options());
+  const auto whole = at::empty(sizes, local.options());
   for (size_t rank = 0; rank < share.rows.size(); ++rank) {
     const auto& rows = share.rows[rank];
     whole.index_copy_(0, rows.to(whole.device()), parts.narrow(0, static_cast<int64_t>(rank) * longest, rows.numel()));
@@ -57,7 +57,7 @@ StateDict TensorShares::part_of(const StateDict& whole) const {
 }
 
 StateDict TensorShares::whole_of(const StateDict& part) const {
-  std::vector<std::pair<std::string, std::string>> said;
+  std::vector<std::pair<std::string, std::string>> texts;
   std::map<const at::TensorImpl*, std::string> names;  // a weight in two places travels once
   at::Device device(at::kCPU);
   for (const auto& [name, tensor] : part) {
@@ -70,9 +70,9 @@ StateDict TensorShares::whole_of(const StateDict& part) const {
     text << c10::getDtypeNames(tensor.scalar_type()).first << " " << at::IntArrayRef(sizes);
     const auto [first, is_new] = names.emplace(tensor.unsafeGetTensorImpl(), name);
     if (!is_new) text << ", the tensor of " << first->second;
-    said.emplace_back(name, text.str());
+    texts.emplace_back(name, text.str());
   }
-  agree_on("a state dict", group_, device, said, [&] {
+  agree_on("a state dict", group_, device, texts, [&] {
     for (const auto& [name, tensor] : part) {
       const auto found = shares_.find(name);
       if (found == shares_.end()) continue;

@@ -71,7 +71,7 @@ void share_queries(Attention& module, int64_t heads, ShardGroup& shards) {
     if (layer) shards.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, shards.group()));
   };
   for (const auto* layer : {&module.q_proj, &module.q_b_proj, &module.gate_proj}) keep(*layer);
-  for (const auto* layer : {&module.q_proj, &module.q_a_proj, &module.gate_proj}) shards.reads_whole(*layer);
+  for (const auto* layer : {&module.q_proj, &module.q_a_proj, &module.gate_proj}) shards.column_parallel(*layer);
   shards.sum_gradients(module.q_a_proj);
   sum_gradient(module.q_a_layernorm, shards);
 }
@@ -95,16 +95,16 @@ void share_grouped(Attention* found, ShardGroup& shards) {
   const bool divides = !o.head_map() && kv_heads % ranks == 0;
   for (const auto* layer : {&module.k_proj, &module.v_proj}) {
     shards.keep_outputs(*layer, kv_rows);
-    shards.reads_whole(*layer);
+    shards.column_parallel(*layer);
     if (!divides) shards.sum_gradients(*layer, kv_rows);
   }
   for (const auto* norm : {&module.q_norm, &module.k_norm}) sum_gradient(*norm, shards);
   if (o.sinks()) shards.keep(module, "sinks", module.sinks, 0, rows_of_share(heads, 1, group));
   const auto share = share_of(heads, ranks, group->getRank());
-  shards.then([&module, share, own = kv_heads_of(share, heads, kv_heads, o.head_map())] {
+  shards.then([&module, share, local = kv_heads_of(share, heads, kv_heads, o.head_map())] {
     const auto slopes = module.slopes.begin() + share.first;
     module.slopes = std::vector<double>(slopes, slopes + share.count);
-    module.options.num_heads(share.count).num_kv_heads(static_cast<int64_t>(own.heads.size())).head_map(own.map);
+    module.options.num_heads(share.count).num_kv_heads(static_cast<int64_t>(local.heads.size())).head_map(local.map);
   });
 }
 
@@ -121,7 +121,7 @@ void share_latent(MultiHeadLatentAttentionImpl* found, ShardGroup& shards) {
   if (const auto& layer = module.kv_b_proj)
     shards.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, group));
   shards.keep_inputs(module.o_proj, rows_of_share(heads, module.o_proj->options.in_features() / heads, group));
-  shards.reads_whole(module.kv_a_proj_with_mqa);
+  shards.column_parallel(module.kv_a_proj_with_mqa);
   shards.sum_gradients(module.kv_a_proj_with_mqa);
   sum_gradient(module.kv_a_layernorm, shards);
   shards.then([&module, count = share_of(heads, group->getSize(), group->getRank()).count] {
@@ -136,7 +136,7 @@ void share_feed_forward(FeedForwardImpl* module, ShardGroup& shards) {
   const auto rows = rows_of_share(module->options.hidden_dim(), 1, shards.group());
   for (const auto* layer : {&module->gate_proj, &module->up_proj}) {
     shards.keep_outputs(*layer, rows);
-    shards.reads_whole(*layer);
+    shards.column_parallel(*layer);
   }
   shards.keep_inputs(module->down_proj, rows);
   shards.then([module, count = shards.count(rows)] { module->options.hidden_dim(count); });

@@ -10,7 +10,7 @@
 #include <attnpack/layers/detail/paged_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/layers/detail/quantized_keys.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/query_scale.h>
 
@@ -127,7 +127,7 @@ Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensor
                      double dropout_p) {
   args.dropout_p = dropout_p;
   args.dropout_seed = dropout_seed(dropout_p, tokens.query.device());
-  const auto [out, lse] = cache && cache->keep_first > 0 ? attend_kept(tokens, *cache, args)
+  const auto [out, lse] = cache && cache->keep_first > 0 ? attend_first_and_window(tokens, *cache, args)
                                                          : attention_op(tokens.query, tokens.key, tokens.value, args);
   return join_heads(out);
 }
@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
   args = with_blocks(args, tokens, choice, sums_with_new(cache, tokens, key.sym_size(2), choice));
-  const Tensor weights = cache && cache->keep_first > 0 ? kept_probabilities(tokens, *cache, args)
+  const Tensor weights = cache && cache->keep_first > 0 ? first_and_window_probabilities(tokens, *cache, args)
                                                         : probabilities(tokens.query, tokens.key, args, at_names);
   return {attend_placed(tokens, cache, args, rules.dropout_p), weights};
 }
@@ -239,7 +239,7 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 // A factor of a query commutes with its rotation, so queries are scaled first.
 Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, const AttendOptions& options) {
   const Tensor query = scale_queries(unscaled, options.query_scale);
-  if (const auto* over = spread()) {
+  if (const auto* over = sharded_attention()) {
     ATTNPACK_CHECK(!options.key_index,
                    "key_index: got one, which is not supported over several processes; leave it out");
     return over->attend(query, key, value, options);
@@ -250,14 +250,14 @@ Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, co
 
 std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                const AttendOptions& options, bool at_names) {
-  refuse_spread("weights are asked for", "ask one process for them");
+  refuse_context_parallel("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(attend_with_weights_composite)> op("attnpack::attend_with_weights");
   return op(scale_queries(query, options.query_scale), key, value, cache_arguments(options.cache),
             layer_arguments(options), key_choice(options), options, at_names);
 }
 
 Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
-  refuse_spread("kv_from is given", "leave it out");
+  refuse_context_parallel("kv_from is given", "leave it out");
   static const DispatchedOp<decltype(attend_shared_composite)> op("attnpack::attend_shared");
   ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
   return op(scale_queries(query, options.query_scale), options.cache->key, options.cache->value, options.cache->lengths,
@@ -265,7 +265,7 @@ Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
 }
 
 std::tuple<Tensor, Tensor> attend_shared_with_weights(const Tensor& query, const AttendOptions& options) {
-  refuse_spread("kv_from is given", "leave it out");
+  refuse_context_parallel("kv_from is given", "leave it out");
   static const DispatchedOp<decltype(attend_shared_with_weights_composite)> op("attnpack::attend_shared_with_weights");
   ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
   return op(scale_queries(query, options.query_scale), options.cache->key, options.cache->value, options.cache->lengths,

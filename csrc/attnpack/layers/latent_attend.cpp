@@ -9,7 +9,7 @@
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/detail/mask_columns.h>
 #include <attnpack/layers/detail/place_tokens.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/ops/detail/latent_rows.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/detail/unknown_sizes.h>
@@ -265,7 +265,7 @@ Tensor latent_attend(const Tensor& unscaled, const Tensor& latent, const Tensor&
                      const std::optional<Tensor>& kv_b, int64_t v_dim, const std::string& path,
                      const LatentAttendOptions& options) {
   const Tensor query = scale_queries(unscaled, options.query_scale);
-  if (const auto* over = spread()) {
+  if (const auto* over = sharded_attention()) {
     check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
     ATTNPACK_CHECK(!options.key_index,
                    "key_index: got one, which is not supported over several processes; leave it out");
@@ -280,7 +280,7 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const
                                                       const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                       const std::string& path, const LatentAttendOptions& options,
                                                       bool at_names) {
-  refuse_spread("weights are asked for", "ask one process for them");
+  refuse_context_parallel("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
   return op(scale_queries(query, options.query_scale), latent, k_rope, kv_b, v_dim, path,
             latent_cache_arguments(options.cache), layer_arguments(options), options.key_index, options, at_names);

@@ -29,7 +29,7 @@ CausalLM causal_lm_from_hf(const std::string& directory, const FromHfOptions& op
   if (options.max_positions()) check_size("max_positions", *options.max_positions());
   return naming(directory, "cannot be loaded", "get the checkpoint again, or give another", [&] {
     const HfCheckpoint checkpoint(directory, options.max_positions());
-    check_whole(directory, checkpoint.shapes(), checkpoint.options());
+    check_checkpoint_tensors(directory, checkpoint.shapes(), checkpoint.options());
     auto model = empty_model(checkpoint, options.dtype());
     StateDict weights;
     for (const auto& [name, tensor] : state_dict(*model)) {

@@ -21,7 +21,7 @@ struct FromHfOptions {
 //
 // Raises c10::ValueError, a sentence that names the directory or the file, for a file that is damaged, for tensors that
 // are missing, unexpected or of another shape, and for a setting that CausalLM cannot compute, by its name. All sizes
-// are judged against the files before anything is built.
+// are checked against the files before anything is built.
 CausalLM causal_lm_from_hf(const std::string& directory, const FromHfOptions& options = {});
 
 }  // namespace attnpack

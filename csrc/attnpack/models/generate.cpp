@@ -3,7 +3,7 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/core/padded.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/modules/detail/checks.h>
 
@@ -202,7 +202,7 @@ at::Tensor checked_ids(const char* name, const at::Tensor& ids) {
 }
 
 void check_loop(const GenerateOptions& o) {
-  refuse_spread("generate is called", "call it outside, with the whole prompt on each rank");
+  refuse_context_parallel("generate is called", "call it outside, with the whole prompt on each rank");
   ATTNPACK_CHECK(o.max_new_tokens() >= 0, "max_new_tokens: got ", o.max_new_tokens(), ", want 0 or more");
   check_answers(o);
 }

@@ -90,10 +90,10 @@ at::Tensor MixtureOfExpertsImpl::forward(const at::Tensor& x) {
     const auto choices = order.narrow(0, begin, count);
     const auto tokens = choices.floor_divide(options.top_k());
     const auto weight = flat_weights.index_select(0, choices).unsqueeze(-1);
-    const auto weighed = [&](bool here, const at::Tensor& t) { return here ? (t * weight).to(out.scalar_type()) : t; };
+    const auto scaled = [&](bool here, const at::Tensor& t) { return here ? (t * weight).to(out.scalar_type()) : t; };
     const auto made =
-        experts->ptr<FeedForwardImpl>(e)->forward(weighed(options.weigh_inputs(), rows.index_select(0, tokens)));
-    out = out.index_add(0, tokens, weighed(!options.weigh_inputs(), made));
+        experts->ptr<FeedForwardImpl>(e)->forward(scaled(options.weigh_inputs(), rows.index_select(0, tokens)));
+    out = out.index_add(0, tokens, scaled(!options.weigh_inputs(), made));
     begin += count;
   }
   out = out.view_as(x);

@@ -142,8 +142,8 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
     }
     return finish(h);
   };
-  const auto run_all = [&] { return cache ? cache->all_or_none(run_layers) : run_layers(); };
-  return cross_cache ? cross_cache->all_or_none(run_all) : run_all();
+  const auto run_all = [&] { return cache ? cache->rollback_on_error(run_layers) : run_layers(); };
+  return cross_cache ? cross_cache->rollback_on_error(run_all) : run_all();
 }
 
 std::shared_ptr<ModelCache> DecoderImpl::new_cache() const {

@@ -6,12 +6,12 @@
 
 namespace attnpack {
 
-// The working memory of one thread. Up to kKept bytes of it are kept between calls, so that a small call allocates
-// nothing. A thread may have one ThreadScratch per Slot alive at a time.
+// The working memory of one thread. Up to kReservedBytes bytes of it are kept between calls, so that a small call
+// allocates nothing. A thread may have one ThreadScratch per Slot alive at a time.
 template <int Slot>
 class ThreadScratch {
  public:
-  explicit ThreadScratch(size_t bytes) : kept_(bytes <= kKept) {
+  explicit ThreadScratch(size_t bytes) : kept_(bytes <= kReservedBytes) {
     if (!kept_) {
       data_ = allocate(bytes);
       return;
@@ -33,7 +33,7 @@ class ThreadScratch {
   void* data() const { return data_; }
 
  private:
-  static constexpr size_t kKept = size_t{4} << 20;
+  static constexpr size_t kReservedBytes = size_t{4} << 20;
   struct Buffer {
     void* data = nullptr;
     size_t size = 0;

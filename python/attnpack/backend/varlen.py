@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops import attend_packed, flat_rules
 
 _lock = threading.Lock()
-_held = 0
+_users = 0
 _library: torch.library.Library | None = None
 
 
@@ -27,7 +27,7 @@ class Registration:
     """
 
     def __init__(self) -> None:
-        global _held, _library
+        global _users, _library
         self.enabled = False
         try:
             from torch.nn.attention import varlen
@@ -43,24 +43,24 @@ class Registration:
                     if hasattr(varlen, name):
                         library.impl(name, kernel, "CPU")
                 _library = library
-            _held += 1
+            _users += 1
             self.enabled = True
 
     def disable(self) -> None:
         """Undoes this registration. A second call does nothing."""
-        global _held, _library
+        global _users, _library
         with _lock:
             if not self.enabled:
                 return
             self.enabled = False
-            _held -= 1
-            if _held == 0 and _library is not None:
+            _users -= 1
+            if _users == 0 and _library is not None:
                 _library._destroy()
                 _library = None
 
 
 def is_enabled() -> bool:
-    return _held > 0
+    return _users > 0
 
 
 def _refuse_pages(block_table: Tensor | None) -> None:

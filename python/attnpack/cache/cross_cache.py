@@ -41,4 +41,4 @@ class CrossCache(KVCache):
 
     def check_call(self, x: Tensor, context: Tensor | None) -> None:
         """Raises unless a call with x [B, L, E] can read the cache, or fill it with the context [B, Lc, E]."""
-        self._ask("check_call", x, context)
+        self._call_rule("check_call", x, context)

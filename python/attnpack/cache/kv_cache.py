@@ -2,7 +2,7 @@
 own cache, and forward takes it.
 
 A call asks for room with `reserve`, lets the native op write, and counts the new positions with `commit`. If the call
-raises, `all_or_none` takes the cache back to where it was. B batch, Hkv kv heads, D head dim, Dv head dim of values.
+raises, `rollback_on_error` takes the cache back to where it was. B batch, Hkv kv heads, D head dim, Dv that of values.
 
 A cache is not thread-safe: calls that append to one cache must come one after the other. Appends of two threads to one
 cache may be lost without an error. Give each thread its own caches.
@@ -36,21 +36,21 @@ class KVCache:
     _numbers: list[int]
     """The numbers that the native cache keeps beside its tensors."""
 
-    def _ask(self, rule: str, *arguments: Any) -> Any:
+    def _call_rule(self, rule: str, *arguments: Any) -> Any:
         return _native("cache_" + rule)(self._kind, self._tensors, self._numbers, *arguments)
 
     def _change(self, rule: str, *arguments: Any) -> None:
-        self._tensors, self._numbers = self._ask(rule, *arguments)
+        self._tensors, self._numbers = self._call_rule(rule, *arguments)
 
     def _room(self, rule: str, *arguments: Any) -> CacheTensors:
         """Asks a rule that makes room."""
-        self._tensors, self._numbers, tensors, numbers = self._ask(rule, *arguments)
+        self._tensors, self._numbers, tensors, numbers = self._call_rule(rule, *arguments)
         given = *tensors, *numbers
         return CacheTensors(*[given[place] for place in _PLACES])
 
     def _part(self, name: str) -> Any:
         """The part of the native cache with this name, a tensor or a number; None where it holds none yet."""
-        tensors, numbers = self._ask("part", name)
+        tensors, numbers = self._call_rule("part", name)
         return (*tensors, *numbers, None)[0]
 
     def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
@@ -73,7 +73,7 @@ class KVCache:
 
     def __len__(self) -> int:
         """Length of the longest sequence. A StaticCache on CUDA must wait for the device to know it."""
-        return self._ask("len")[0]
+        return self._call_rule("len")[0]
 
     def __bool__(self) -> bool:
         """True: an empty cache is a cache."""
@@ -91,13 +91,13 @@ class KVCache:
     def k(self) -> Tensor | None:
         """Keys [B, Hkv, len, D], a view; None before the first append. If sequences differ in length, the content
         after the end of a shorter one is unspecified."""
-        views = self._ask("views")
+        views = self._call_rule("views")
         return views[0] if views else None
 
     @property
     def v(self) -> Tensor | None:
         """Values [B, Hkv, len, Dv], as `k`."""
-        views = self._ask("views")
+        views = self._call_rule("views")
         return views[1] if views else None
 
     def shared(
@@ -105,19 +105,19 @@ class KVCache:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(key, value, lengths) for another layer, whose queries are those of x [B, L, E], new_lens [B] of them valid.
         A ValueError unless the cache holds these positions, and heads of that shape."""
-        key, value, lengths = self._ask("shared", x, new_lens, num_kv_heads, head_dim, v_head_dim)
+        key, value, lengths = self._call_rule("shared", x, new_lens, num_kv_heads, head_dim, v_head_dim)
         return key, value, lengths
 
     @property
     def nbytes(self) -> int:
         """Bytes of the positions that are stored, without free capacity; of a StaticCache, whose memory is allocated at
         once, bytes of all max_len positions."""
-        return self._ask("nbytes")[0]
+        return self._call_rule("nbytes")[0]
 
     @property
     def nbytes_allocated(self) -> int:
         """Bytes of the memory that the cache takes, with its free capacity."""
-        return self._ask("nbytes_allocated")[0]
+        return self._call_rule("nbytes_allocated")[0]
 
     def reset(self) -> None:
         """Forgets everything. A StaticCache keeps its memory, the others forget shape and memory too."""
@@ -134,11 +134,11 @@ class KVCache:
             index = torch.tensor(index, device="cpu")  # an op takes no list in place of a tensor
         self._change("reorder", index)
 
-    def all_or_none(self) -> AbstractContextManager[None]:
+    def rollback_on_error(self) -> AbstractContextManager[None]:
         """Takes the cache back to where it was if the body raises."""
-        return _AllOrNone([self])
+        return _RollbackOnError([self])
 
-    def _taken_back(self) -> None:
+    def _after_rollback(self) -> None:
         """Runs when the former state is there again."""
 
     def clone(self) -> KVCache:
@@ -218,7 +218,7 @@ class ModelCache:
         if not isinstance(layers, int | Iterable):
             raise wrong_kind("layers", layers, wanted)
         if isinstance(layers, int):
-            layers = (DynamicCache() for _ in cpp.ModelCache(layers).layers)  # which judges the number
+            layers = (DynamicCache() for _ in cpp.ModelCache(layers).layers)  # which checks the number
         self.layers = list(layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, KVCache):
@@ -278,9 +278,9 @@ class ModelCache:
         """A deep copy."""
         return ModelCache([layer.clone() for layer in self.layers])
 
-    def all_or_none(self) -> AbstractContextManager[None]:
+    def rollback_on_error(self) -> AbstractContextManager[None]:
         """Takes every layer back to where it was if the body raises."""
-        return _AllOrNone(self.layers)
+        return _RollbackOnError(self.layers)
 
     def _twin(self) -> cpp.ModelCache:
         twins = {id(layer): _lent(layer) for layer in self.layers}
@@ -314,7 +314,7 @@ def _lent(cache: KVCache) -> cpp.KVCache:
     return _C.cpp.lend_cache(cache._kind, cache._tensors, cache._numbers)
 
 
-class _AllOrNone:
+class _RollbackOnError:
     """A context that takes caches back to where they were if its body raises."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
@@ -328,7 +328,7 @@ class _AllOrNone:
             for cache, (tensors, numbers, lengths) in zip(self._caches, self._before, strict=True):
                 cache._tensors, cache._numbers = tensors, numbers
                 cache.lengths.copy_(lengths)
-                cache._taken_back()
+                cache._after_rollback()
 
 
 def check_kind(cache: object, wanted: type, where: str, fix: str | None = None, name: str = "cache") -> None:
@@ -347,4 +347,4 @@ def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextMan
     """A context for a forward: if it raises, the cache is as it was. While a graph is compiled, the context is empty: a
     compiled graph has no way back."""
     caches = isinstance(cache, KVCache | ModelCache) and not torch.compiler.is_compiling()
-    return cache.all_or_none() if caches else nullcontext()
+    return cache.rollback_on_error() if caches else nullcontext()

@@ -60,8 +60,8 @@ class PagedCache(KVCache):
         self._tensors, self._numbers = _C.cpp.paged_cache(*sizes, dtype, device)
 
     @_eager
-    def _ask(self, rule: str, *arguments: Any) -> Any:
-        return super()._ask(rule, *arguments)
+    def _call_rule(self, rule: str, *arguments: Any) -> Any:
+        return super()._call_rule(rule, *arguments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Counts the pages of a copy anew: the other caches of the pool are not in it."""
@@ -82,7 +82,7 @@ class PagedCache(KVCache):
         """These sequences become empty and give their pages back."""
         self._change("release", rows)
 
-    def _taken_back(self) -> None:
+    def _after_rollback(self) -> None:
         self._change("give_back")
 
     @property

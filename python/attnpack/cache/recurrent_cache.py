@@ -41,7 +41,7 @@ class RecurrentCache(KVCache):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(conv_state, state) for a call with `batch` sequences of states of these shapes, empty for a part that the
         layer does not have; None for a part that is not there yet. A ValueError if the cache holds other shapes."""
-        held = self._ask("states", batch, list(conv_shape), list(state_shape))
+        held = self._call_rule("states", batch, list(conv_shape), list(state_shape))
         if not held:
             return None, None
         return held[0] if conv_shape else None, held[-1] if state_shape else None

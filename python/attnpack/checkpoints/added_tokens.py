@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..file_errors import brief, naming
+from ..file_errors import excerpt, naming
 from .strict_json import read_json
 
 _USUAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -48,7 +48,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _token(path: Path, name: str, value: Any) -> Any:
     text = value["content"] if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise ValueError(f"{path}: its {name} is {brief(repr(text))}, wants a text; get the checkpoint again")
+        raise ValueError(f"{path}: its {name} is {excerpt(repr(text))}, wants a text; get the checkpoint again")
     return _added_token((value if isinstance(value, dict) else {}) | {"content": text, "special": True})
 
 
@@ -98,7 +98,7 @@ def _add_declared(source: Path, backend: Any, declared: dict[int, Any], special:
         given = backend.token_to_id(str(token))
         if given != number and str(token) not in held:
             raise ValueError(
-                f"{source}: gives the token {brief(repr(str(token)))} the id {number}, but after those of "
+                f"{source}: gives the token {excerpt(repr(str(token)))} the id {number}, but after those of "
                 f"tokenizer.json it gets {given}; save it again with transformers (tokenizer.save_pretrained)"
             )
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._C import checkpoints
 from ..errors import as_path, check_dtype, check_size
 from ..file_errors import naming
-from ..nn.native import hold_stored
+from ..nn.native import replace_by_stored
 from ..nn.stored import storable_layers
 from ..progress import progress
 from .gguf import GgufCheckpoint
@@ -108,7 +108,7 @@ def _load_model(
         )
     with naming(path, "cannot be loaded", "get the checkpoint again, or give another"):
         checkpoint = checkpoint_of(path, max_positions)
-        shapes = check_whole(checkpoint)
+        shapes = check_checkpoint_tensors(checkpoint)
         model = _empty_model(cls, checkpoint, dtype)
         state = _stored_weights(model, checkpoint) if stored else {}
         for name in progress(model.state_dict(), f"loading {path.name}"):
@@ -127,15 +127,15 @@ def _stored_weights(model: torch.nn.Module, checkpoint: GgufCheckpoint) -> dict[
     for name in storable_layers(model):
         blocks = checkpoint.blocks(f"{name}.weight")
         if blocks is not None:
-            hold_stored(model, name, blocks)
+            replace_by_stored(model, name, blocks)
             state[f"{name}.weight"] = blocks
     return state
 
 
-def check_whole(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
+def check_checkpoint_tensors(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of the CausalLM that the configuration describes, by name. Raises unless the checkpoint
     has exactly these tensors."""
-    return checkpoints.check_whole(str(checkpoint.path), checkpoint.shapes, **checkpoint.config)
+    return checkpoints.check_checkpoint_tensors(str(checkpoint.path), checkpoint.shapes, **checkpoint.config)
 
 
 def _empty_model(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype):

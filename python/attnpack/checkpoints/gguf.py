@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._C import checkpoints
-from ..file_errors import brief
+from ..file_errors import excerpt
 from .gguf_families import ARCHITECTURES
 from .gguf_file import GgufFile
 from .gguf_newer_families import NEWER
@@ -86,7 +86,7 @@ class GgufCheckpoint(GgufSettings):
         known = ARCHITECTURES | NEWER
         if self.arch not in known:
             raise ValueError(
-                f"{self.path}: architecture {brief(repr(self.arch))} is not supported; from_gguf reads "
+                f"{self.path}: architecture {excerpt(repr(self.arch))} is not supported; from_gguf reads "
                 + ", ".join(known)
             )
         self.family = known[self.arch]
@@ -141,7 +141,7 @@ class GgufCheckpoint(GgufSettings):
         if (latent := self._latent_heads(name, layer)) is not None:
             return latent
         if part not in names:
-            raise ValueError(f"{self.path}: tensor {brief(name)} has no place in the architecture {self.arch}")
+            raise ValueError(f"{self.path}: tensor {excerpt(name)} has no place in the architecture {self.arch}")
         target = names[part]
         if "*" in target:
             return self._by_expert(name, f"{layer}{target}.{kind}", shape)
@@ -158,7 +158,7 @@ class GgufCheckpoint(GgufSettings):
         shapes = [self.file.tensors[half].shape if half in self.file.tensors else () for half in (keys, values)]
         if not (len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][:2] == (shapes[1][0], shapes[1][2])):
             raise ValueError(
-                f"{self.path}: {brief(keys)} and attn_v_b have shapes {list(shapes[0])} and {list(shapes[1])}, want "
+                f"{self.path}: {excerpt(keys)} and attn_v_b have shapes {list(shapes[0])} and {list(shapes[1])}, want "
                 "[heads, rank, qk_nope_head_dim] and [heads, v_head_dim, rank]"
             )
         heads, rank, nope = shapes[0]
@@ -178,7 +178,7 @@ class GgufCheckpoint(GgufSettings):
         )
         if sum(rows) != shape[0]:
             raise ValueError(
-                f"{self.path}: {brief(name)} has {shape[0]} rows, its configuration asks for {sum(rows)}: "
+                f"{self.path}: {excerpt(name)} has {shape[0]} rows, its configuration asks for {sum(rows)}: "
                 + ", ".join(target.split(".")[-2] for target in targets)
             )
         firsts = [sum(rows[:i]) for i in range(len(rows))]
@@ -187,7 +187,8 @@ class GgufCheckpoint(GgufSettings):
     def _by_expert(self, name: str, target: str, shape: tuple[int, ...]) -> dict[str, Piece]:
         if len(shape) < 2 or shape[0] > _MOST_EXPERTS:
             raise ValueError(
-                f"{self.path}: {brief(name)} has shape {list(shape)}, wants the experts first, {_MOST_EXPERTS} at most"
+                f"{self.path}: {excerpt(name)} has shape {list(shape)}, wants the experts first, at most "
+                f"{_MOST_EXPERTS}"
             )
         rows = math.prod(shape[1:-1])
         return {target.replace("*", str(e)): Piece(name, e * rows, shape[1:]) for e in range(shape[0])}
@@ -212,13 +213,13 @@ class GgufCheckpoint(GgufSettings):
         self.refuse(*(key for key in _UNSUPPORTED_KEYS if key not in family.settings))
         if (causal := self.setting("attention.causal", True)) is not True:
             raise ValueError(
-                f"{self.path}: {self.arch}.attention.causal is {brief(repr(causal))}, wants True: every token sees "
+                f"{self.path}: {self.arch}.attention.causal is {excerpt(repr(causal))}, wants True: every token sees "
                 "only those before it here"
             )
         for key in _WIDTHS:
             if key not in family.settings and self.setting(key, head_dim) != head_dim:
                 raise ValueError(
-                    f"{self.path}: {self.arch}.{key} is {brief(self.setting(key))}, head_dim is {head_dim}; "
+                    f"{self.path}: {self.arch}.{key} is {excerpt(self.setting(key))}, head_dim is {head_dim}; "
                     "models where they differ are not supported"
                 )
         positions = min(self.size("context_length"), max_positions or math.inf)
@@ -254,7 +255,7 @@ class GgufCheckpoint(GgufSettings):
         if not width:
             return None
         if type(width) is not int or width < 1:
-            raise ValueError(f"{self.path}: {key} is {brief(repr(width))}, wants an int of at least 1 for all layers")
+            raise ValueError(f"{self.path}: {key} is {excerpt(repr(width))}, wants an int of at least 1 for all layers")
         if pattern is None:
             return width - 1, 0
         if width < positions:
@@ -272,7 +273,7 @@ class GgufCheckpoint(GgufSettings):
                 continue
             if (value := self.setting(f"rope.scaling.{key}", usual)) != usual:
                 raise ValueError(
-                    f"{self.path}: {self.arch}.rope.scaling.{key} = {brief(repr(value))} is not supported yet"
+                    f"{self.path}: {self.arch}.rope.scaling.{key} = {excerpt(repr(value))} is not supported yet"
                 )
         if _ROPE_FREQS in self.file.tensors:
             return self._divided_frequencies(head_dim, kind, factor)
@@ -282,8 +283,8 @@ class GgufCheckpoint(GgufSettings):
             return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
             raise ValueError(
-                f"{self.path}: {self.arch}.rope.scaling.type is {brief(repr(kind))}; readable are 'none', 'linear' and "
-                "'yarn'"
+                f"{self.path}: {self.arch}.rope.scaling.type is {excerpt(repr(kind))}; readable are 'none', 'linear' "
+                "and 'yarn'"
             )
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         given = {ours: self.setting(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
@@ -300,7 +301,7 @@ class GgufCheckpoint(GgufSettings):
         scaling. This is LongRoPE with the same list for all lengths."""
         if kind not in ("none", "linear") or factor != 1.0:
             raise ValueError(
-                f"{self.path}: has {_ROPE_FREQS} together with rope.scaling.type {brief(repr(kind))}, which is not "
+                f"{self.path}: has {_ROPE_FREQS} together with rope.scaling.type {excerpt(repr(kind))}, which is not "
                 "supported"
             )
         values = self.vector(_ROPE_FREQS, head_dim // 2)

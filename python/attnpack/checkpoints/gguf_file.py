@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import as_path
-from ..file_errors import brief, naming
+from ..file_errors import excerpt, naming
 from ..nn.stored import STORED_LAYOUTS
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -181,13 +181,13 @@ class GgufFile:
             elements, block_bytes = blocks[kind]
             if shape[-1] % elements:
                 raise ValueError(
-                    f"{self.path}: tensor {brief(name)} has rows of {shape[-1]}, which its type stores in blocks of "
+                    f"{self.path}: tensor {excerpt(name)} has rows of {shape[-1]}, which its type stores in blocks of "
                     f"{elements}; the file is damaged, get it again"
                 )
             if at != end:
                 raise ValueError(
-                    f"{self.path}: tensor {brief(name)} begins at byte {at} of the data, but the tensors before it end "
-                    f"at {end} (alignment {alignment}); the file is damaged, get it again"
+                    f"{self.path}: tensor {excerpt(name)} begins at byte {at} of the data, but the tensors before it "
+                    f"end at {end} (alignment {alignment}); the file is damaged, get it again"
                 )
             tensor = GgufTensor(shape, kind, start + at, shape[-1] // elements * block_bytes)
             end = _padded(at + tensor.nbytes, alignment)
@@ -196,13 +196,13 @@ class GgufFile:
 
     def _check_new(self, name: str, there: dict[str, Any], what: str) -> None:
         if name in there:
-            raise ValueError(f"{self.path}: has {what} {brief(name)} twice; the file is damaged, get it again")
+            raise ValueError(f"{self.path}: has {what} {excerpt(name)} twice; the file is damaged, get it again")
 
     def _checked_alignment(self, kind: int, value: Any) -> int:
         if kind != _UINT32 or value.bit_count() != 1:
             raise ValueError(
-                f"{self.path}: general.alignment is {brief(repr(value))} (type {kind}), wants a uint32 that is a power "
-                "of two; the file is damaged, get it again"
+                f"{self.path}: general.alignment is {excerpt(repr(value))} (type {kind}), wants a uint32 that is a "
+                "power of two; the file is damaged, get it again"
             )
         return value
 
@@ -210,8 +210,8 @@ class GgufFile:
         name, num_dims = header.read_name(), header.read_scalar("I")
         if not 1 <= num_dims <= _MOST_DIMS:
             raise ValueError(
-                f"{self.path}: tensor {brief(name)} has {num_dims} dims, wants 1 to {_MOST_DIMS}; the file is damaged, "
-                "get it again"
+                f"{self.path}: tensor {excerpt(name)} has {num_dims} dims, wants 1 to {_MOST_DIMS}; the file is "
+                "damaged, get it again"
             )
         dims = [header.read_scalar("Q") for _ in range(num_dims)]
         return name, tuple(reversed(dims)), header.read_scalar("I"), header.read_scalar("Q")
@@ -221,7 +221,7 @@ class GgufFile:
             end = tensor.offset + tensor.nbytes
             if end > size:
                 raise ValueError(
-                    f"{self.path}: tensor {brief(name)} ends at byte {end}, but the file has {size}; "
+                    f"{self.path}: tensor {excerpt(name)} ends at byte {end}, but the file has {size}; "
                     "the file is truncated, get it again"
                 )
 
@@ -231,7 +231,7 @@ class GgufFile:
         if count not in (None, 0, 1):
             part = f"part {number + 1}" if type(number) is int else "a part"
             raise ValueError(
-                f"{self.path}: is {part} of a GGUF file that was split into {brief(count)} (split.count), wants a "
+                f"{self.path}: is {part} of a GGUF file that was split into {excerpt(count)} (split.count), wants a "
                 "whole one; join the parts with `llama-gguf-split --merge PART1 OUT`"
             )
         kind = self.metadata.get("general.type", "model")
@@ -239,8 +239,8 @@ class GgufFile:
             what = {"adapter": "a LoRA adapter", "imatrix": "an importance matrix", "mmproj": "a multimodal projector"}
             known = what.get(kind, "no model") if isinstance(kind, str) else "no model"
             raise ValueError(
-                f"{self.path}: is {known} (general.type is {brief(repr(kind))}), wants a model; give the GGUF file of "
-                "the model itself"
+                f"{self.path}: is {known} (general.type is {excerpt(repr(kind))}), wants a model; give the GGUF file "
+                "of the model itself"
             )
 
     def blocks(self, name: str, first: int, rows: int) -> torch.Tensor | None:
@@ -250,7 +250,10 @@ class GgufFile:
         halves = _HALVES.get(_type_name(tensor.type))
         if halves is None or len(tensor.shape) < 2:
             return None
-        with naming(self.path, f"tensor {brief(name)} cannot be mapped", "get it again"), self.path.open("rb") as file:
+        with (
+            naming(self.path, f"tensor {excerpt(name)} cannot be mapped", "get it again"),
+            self.path.open("rb") as file,
+        ):
             at, count = tensor.offset + first * tensor.row_bytes, rows * tensor.row_bytes
             skipped = at % mmap.ALLOCATIONGRANULARITY
             # Private pages: torch wants memory that could be written.
@@ -262,7 +265,7 @@ class GgufFile:
             for half in halves:
                 if not part[..., half : half + 2].contiguous().view(torch.float16).isfinite().all():
                     raise ValueError(
-                        f"{self.path}: tensor {brief(name)} has a scale that is not finite; the file is damaged, get "
+                        f"{self.path}: tensor {excerpt(name)} has a scale that is not finite; the file is damaged, get "
                         "it again"
                     )
         return blocks
@@ -282,7 +285,7 @@ class GgufFile:
             return
         rows = out.view(-1, tensor.shape[-1])
         step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
-        with naming(self.path, f"tensor {brief(name)} cannot be read", "get it again"), self.path.open("rb") as file:
+        with naming(self.path, f"tensor {excerpt(name)} cannot be read", "get it again"), self.path.open("rb") as file:
             file.seek(tensor.offset + first * tensor.row_bytes)
             for begin in range(0, rows.shape[0], step):
                 chunk = rows[begin : begin + step]

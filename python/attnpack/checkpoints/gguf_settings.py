@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..file_errors import brief
+from ..file_errors import excerpt
 from .gguf_file import GgufFile
 
 
@@ -29,7 +29,7 @@ class GgufSettings:
         """Raises where a setting changes the mathematics in a way that CausalLM does not have."""
         for key in keys:
             if (value := self.setting(key)) and value not in usual:
-                raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(repr(value))} is not supported yet")
+                raise ValueError(f"{self.path}: {self.arch}.{key} = {excerpt(repr(value))} is not supported yet")
 
     def required_setting(self, key: str) -> Any:
         if not (value := self.setting(key)):
@@ -40,14 +40,14 @@ class GgufSettings:
         """A setting that is an int of at least 1. Without a default it must be there."""
         value = self.required_setting(key) if default is None else self.setting(key, default)
         if type(value) is not int or value < 1:
-            raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants an int of at least 1")
+            raise ValueError(f"{self.path}: {self.arch}.{key} is {excerpt(repr(value))}, wants an int of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A setting that is a number above 0. Without a default it must be there."""
         value = self.required_setting(key) if default is None else self.setting(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants a number above 0")
+            raise ValueError(f"{self.path}: {self.arch}.{key} is {excerpt(repr(value))}, wants a number above 0")
         return float(value)
 
     def vector(self, name: str, length: int) -> list[float] | None:

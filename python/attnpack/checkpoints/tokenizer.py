@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import wrong_kind
-from ..file_errors import brief, naming
+from ..file_errors import excerpt, naming
 from .added_tokens import add_tokens
 from .chat_template import LONGEST_TEMPLATE, render_chat
 from .gguf_file import GgufFile
@@ -163,10 +163,10 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 def _check_settings(path: Path, tokenizer: Tokenizer) -> None:
     for name, text in {"chat template": tokenizer.chat_template or "", **tokenizer.special}.items():
         if not isinstance(text, str):
-            raise ValueError(f"{path}: its {name} is {brief(repr(text))}, wants a text; get the checkpoint again")
+            raise ValueError(f"{path}: its {name} is {excerpt(repr(text))}, wants a text; get the checkpoint again")
     for token in tokenizer.stop_tokens:
         if type(token) is not int or token < 0:
-            raise ValueError(f"{path}: eos_token_id is {brief(repr(token))}, wants an int; get the checkpoint again")
+            raise ValueError(f"{path}: eos_token_id is {excerpt(repr(token))}, wants an int; get the checkpoint again")
 
 
 def _from_directory(path: Path) -> Tokenizer:
@@ -250,7 +250,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     pre = data.get("tokenizer.ggml.pre") or (_ARCHITECTURE_PRE.get(arch) if isinstance(arch, str) else None)
     if pre is None:
         raise ValueError(
-            f"{path}: has no tokenizer.ggml.pre, and its architecture {brief(repr(arch))} does not say how text is "
+            f"{path}: has no tokenizer.ggml.pre, and its architecture {excerpt(repr(arch))} does not say how text is "
             f"split; known are {_KNOWN_PRE}: convert the model again with a newer llama.cpp"
         )
     pre_tokenizer = _pre_tokenizer(path, pre)
@@ -259,7 +259,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     for pair in pairs:  # the package would panic
         if len(pair) != 2 or "".join(pair) not in vocabulary:
-            raise ValueError(f"{path}: merges {brief(repr(pair))}, which gives no token; get the file again")
+            raise ValueError(f"{path}: merges {excerpt(repr(pair))}, which gives no token; get the file again")
     backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
@@ -301,7 +301,7 @@ def gguf_stop_tokens(path: Path, data: dict[str, Any]) -> tuple[int, ...]:
 
 def _check_id(path: Path, role: str, i: Any, count: int) -> None:
     if type(i) is not int or not 0 <= i < count:
-        raise ValueError(f"{path}: the {role}_id is {brief(repr(i))}, wants an int below {count}")
+        raise ValueError(f"{path}: the {role}_id is {excerpt(repr(i))}, wants an int below {count}")
 
 
 def _pre_tokenizer(path: Path, pre: str) -> Any:

@@ -111,7 +111,7 @@ def _model_to_mla(
     settings = {"kv_lora_rank": kv_lora_rank, "rope_dim": rope_dim, "ids": ids, "length": length or 512}
     if isinstance(model, cpp.CausalLM):
         return _C.convert.model_to_mla(model=model, **settings)
-    _C.convert.LatentConversion(2, None, 512, **model._live_config())  # judges the model before its layers
+    _C.convert.LatentConversion(2, None, 512, **model._live_config())  # checks the model before its layers
     for layer in model.layers:
         layer_weights(layer.self_attn)
     return CausalLM.from_cpp(_C.convert.model_to_mla(model=model._twin(), **settings))

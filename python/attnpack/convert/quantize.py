@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..nn.native import hold_stored
+from ..nn.native import replace_by_stored
 from ..nn.stored import storable_layers, to_stored
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -46,7 +46,7 @@ def quantize_(
         if chosen[name] and weight.shape[1] % 32 == 0 and weight.shape[1] > 0
     }
     for name, stored in blocks.items():
-        hold_stored(model, name, stored)
+        replace_by_stored(model, name, stored)
     return model.requires_grad_(False)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import _C, ops
 from ..nn.linear import plain_weight
-from ..nn.spread import Spread, spread_sequence
+from ..nn.sharded_attention import ShardedAttention, sharded_sequence
 from .attention import attention
 from .collectives import Group, as_group
 
@@ -29,17 +29,17 @@ def context_parallel(group: Group = None, *, method: str = "allgather", layout: 
         group, method, layout: as in `attnpack.distributed.attention`. With "allgather" latent attention sends its
             latents, with the others its keys and values.
 
-    Raises ValueError in modules for what is not done: a mask, a cache, need_weights, dropout in training, nested
+    Raises ValueError in modules for what is not supported: a mask, a cache, need_weights, dropout in training, nested
     tensors, RoPE whose frequencies follow the length, modules of `attnpack.cpp`, models of transformers.
     """
     if not torch.compiler.is_compiling():
         _C.distributed.check_names(method, layout)
-    with spread_sequence(ContextParallel(as_group(group), method, layout)):
+    with sharded_sequence(ContextParallel(as_group(group), method, layout)):
         yield
 
 
 def refuse_inputs(module: nn.Module, place: str, **given: Any) -> None:
-    """Raises for inputs and settings of a module that are not done over several processes."""
+    """Raises for inputs and settings of a module that are not supported over several processes."""
     why = {
         "mask": "each rank would need its part of it: use causal, window or kv_lens",
         "need_weights": "no rank has all scores: ask one process for them",
@@ -48,16 +48,17 @@ def refuse_inputs(module: nn.Module, place: str, **given: Any) -> None:
     }
     for name, value in given.items():
         if value is not None and value is not False:
-            raise ValueError(f"attnpack: {name}: got one {place}, which is not done; {why[name]}")
+            raise ValueError(f"attnpack: {name}: got one {place}, which is not supported; {why[name]}")
     if module.training and module.dropout:
         raise ValueError(
-            f"attnpack: dropout: got {module.dropout} in training {place}, which is not done: each rank would draw "
-            "other numbers than one process; set it to 0, or call eval()"
+            f"attnpack: dropout: got {module.dropout} in training {place}, which is not supported: each rank would "
+            "draw other numbers than one process; set it to 0, or call eval()"
         )
     rope = module.rope
     if rope is not None and (rope.growth or rope.long_inv_freq):
         raise ValueError(
-            f"attnpack: rope: got frequencies that follow the length {place}, which is not done: use another scaling"
+            f"attnpack: rope: got frequencies that follow the length {place}, which is not supported: use another "
+            "scaling"
         )
 
 
@@ -73,7 +74,7 @@ def scaled(module: nn.Module, query: Tensor, positions: Tensor | None, past: Ten
     return ops.scale_queries(query, module._query_scale(query, positions, past))
 
 
-class ContextParallel(Spread):
+class ContextParallel(ShardedAttention):
     """How modules attend under `context_parallel`."""
 
     def __init__(self, group: dist.ProcessGroup, method: str, layout: str) -> None:

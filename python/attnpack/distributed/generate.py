@@ -16,7 +16,7 @@ from ..errors import check_ids, check_lengths, check_size
 from ..nn.attention import MultiHeadLatentAttention
 from ..nn.causal_lm import CausalLM
 from ..nn.linear import linear
-from ..nn.spread import Spread
+from ..nn.sharded_attention import ShardedAttention
 from ..nn.stack import Decoder, EncoderDecoder
 from .agreement import Numbers, agree
 from .collectives import from_first
@@ -170,7 +170,7 @@ def _groups_of(model: CausalLM | EncoderDecoder, cache: str | ModelCache) -> lis
                 "only tensor_parallel: save its state dict, and load it into a model for generation"
             )
         groups.append(mesh.get_group())
-    if isinstance(cache, ModelCache) and isinstance(cache.layers[0], Spread):
+    if isinstance(cache, ModelCache) and isinstance(cache.layers[0], ShardedAttention):
         groups.append(cache.layers[0].group)
     return groups
 

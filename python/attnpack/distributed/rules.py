@@ -30,10 +30,10 @@ def register_rules() -> None:
         _register(op, ways)
     for name in _REPLICATED:
         _register(getattr(_OPS, name).default, lambda given: iter(()))
-    own = {_OPS.linears.default: _linears, _OPS.apply_rope.default: _apply_rope}
-    own |= dict.fromkeys((_OPS.attention.default, _OPS.attention_backward.default), _with_whole_lengths)
-    own[_OPS.kv_cache_append_rotated_.default] = _append_rotated
-    DTensor._op_dispatcher._custom_op_handlers.update(own)
+    handlers = {_OPS.linears.default: _linears, _OPS.apply_rope.default: _apply_rope}
+    handlers |= dict.fromkeys((_OPS.attention.default, _OPS.attention_backward.default), _with_replicated_lengths)
+    handlers[_OPS.kv_cache_append_rotated_.default] = _append_rotated
+    DTensor._op_dispatcher._custom_op_handlers.update(handlers)
 
 
 def _register(op: torch._ops.OpOverload, ways: Callable[[Given], Iterator[Way]]) -> None:
@@ -84,8 +84,8 @@ def _divides(size: int, given: Any) -> bool:
 
 def _of_mask(mask: Any, dim: int) -> Placement:
     """Placement of a mask, right-aligned with [B, H, Lq, Lkv], where dim 0 (batch) or 1 (heads) is shared."""
-    own = dim - 4 + len(mask.shape)
-    return Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
+    axis = dim - 4 + len(mask.shape)
+    return Shard(axis) if axis >= 0 and mask.shape[axis] != 1 else Replicate()
 
 
 _KNOWN = {"mask", "q_offsets", "kv_lens", "sinks", "alibi_slopes", "dropout_seed", "key_index"}
@@ -247,7 +247,7 @@ def _linears(op: Any, arguments: tuple, keywords: dict) -> list[DTensor]:
 _OF_ALL_RANKS = ("q_offsets", "kv_lens", "alibi_slopes", "dropout_seed")
 
 
-def _with_whole_lengths(op: Any, arguments: tuple, keywords: dict) -> Any:
+def _with_replicated_lengths(op: Any, arguments: tuple, keywords: dict) -> Any:
     """Lengths, offsets and slopes that modules make are plain tensors, the same on all ranks. Heads and masks must be
     DTensors: a plain one may be a share. A seed comes from each rank's own generator: all take that of the first."""
     mesh = next(x.device_mesh for x in arguments if isinstance(x, DTensor))
@@ -265,15 +265,15 @@ def _with_whole_lengths(op: Any, arguments: tuple, keywords: dict) -> Any:
     with _lock:
         handlers.pop(op)  # torch's own way, by the rules
         try:
-            return tuple(_laid_as_said(x) for x in op(*given, **keywords))
+            return tuple(_in_declared_layout(x) for x in op(*given, **keywords))
         finally:
-            handlers[op] = _with_whole_lengths
+            handlers[op] = _with_replicated_lengths
 
 
 _lock = threading.RLock()
 
 
-def _laid_as_said(x: Any) -> Any:
+def _in_declared_layout(x: Any) -> Any:
     """x, whose share lies as x says that the whole does: torch makes views of it by the strides of the whole. A kernel
     lays its output as the query, and a query that torch has moved lies in other strides than it says."""
     if not isinstance(x, DTensor):
@@ -295,8 +295,8 @@ def _apply_rope(op: Any, arguments: tuple, keywords: dict) -> DTensor:
 
     def share_of(table: Any) -> torch.Tensor:  # broadcast to [..., L, r/2], right-aligned with x
         def place(p: Placement) -> Placement:
-            own = p.dim - x.ndim + table.ndim if isinstance(p, Shard) else -1
-            return Shard(own) if own >= 0 and table.shape[own] != 1 else Replicate()
+            axis = p.dim - x.ndim + table.ndim if isinstance(p, Shard) else -1
+            return Shard(axis) if axis >= 0 and table.shape[axis] != 1 else Replicate()
 
         return _share(table, x.device_mesh, [place(p) for p in x.placements])
 

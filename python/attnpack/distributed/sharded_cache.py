@@ -16,7 +16,7 @@ from .. import ops
 from ..cache import DynamicCache, KVCache, LatentCache, StaticCache
 from ..errors import wrong_kind
 from ..nn.linear import plain_weight
-from ..nn.spread import Spread
+from ..nn.sharded_attention import ShardedAttention
 from .agreement import agree
 from .collectives import Group, as_group
 from .context_parallel import expand, refuse_inputs, rotate_latents, scaled, settings_of
@@ -25,7 +25,7 @@ from .generate import generate
 _KINDS = (DynamicCache, LatentCache, StaticCache)
 
 
-class ShardedCache(KVCache, Spread):
+class ShardedCache(KVCache, ShardedAttention):
     """The share of one rank in a KV cache that no single process holds. Give each rank the same calls.
 
     Args:
@@ -43,7 +43,7 @@ class ShardedCache(KVCache, Spread):
         if len(cache):
             raise ValueError(f"attnpack: cache: got one that holds {len(cache)} positions, want an empty one")
         self.inner, self.group = cache, as_group(group)
-        self._whole = cache.lengths.clone()
+        self._total_lengths = cache.lengths.clone()
 
     generate = staticmethod(generate)
 
@@ -70,10 +70,10 @@ class ShardedCache(KVCache, Spread):
     @property
     def lengths(self) -> Tensor:
         """Number of positions of each whole sequence, int64 [B]."""
-        return self._whole
+        return self._total_lengths
 
     def __len__(self) -> int:
-        return int(self._whole.max()) if self._whole.numel() else 0
+        return int(self._total_lengths.max()) if self._total_lengths.numel() else 0
 
     def __repr__(self) -> str:
         return f"ShardedCache({len(self)} positions over {self.group.size()} ranks, here: {self.inner!r})"
@@ -83,30 +83,30 @@ class ShardedCache(KVCache, Spread):
 
     def reset(self) -> None:
         self.inner.reset()
-        self._whole = self.inner.lengths.clone()
+        self._total_lengths = self.inner.lengths.clone()
 
     def crop(self, n: int) -> None:
         """Keeps the first n positions of each sequence."""
         DynamicCache().crop(n)  # raises where n is no number of positions
         if n == 0:
             return self.reset()
-        self.inner.crop(self._held(torch.tensor([n], device="cpu"), self.group.rank()).item())
-        self._whole = self._whole.clamp(max=n)
+        self.inner.crop(self._count_here(torch.tensor([n], device="cpu"), self.group.rank()).item())
+        self._total_lengths = self._total_lengths.clamp(max=n)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence b becomes the former sequence index[b]."""
         self.inner.reorder(index)
-        self._whole = self._whole[torch.as_tensor(index, device=self._whole.device)]
+        self._total_lengths = self._total_lengths[torch.as_tensor(index, device=self._total_lengths.device)]
 
     def clone(self) -> ShardedCache:
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, inner=self.inner.clone(), _whole=self._whole.clone())
+        other.__dict__.update(self.__dict__, inner=self.inner.clone(), _total_lengths=self._total_lengths.clone())
         return other
 
-    def _taken_back(self) -> None:
-        self.inner.lengths.copy_(self._held(self._whole, self.group.rank()))
+    def _after_rollback(self) -> None:
+        self.inner.lengths.copy_(self._count_here(self._total_lengths, self.group.rank()))
 
-    def _held(self, lengths: Tensor, rank: int) -> Tensor:
+    def _count_here(self, lengths: Tensor, rank: int) -> Tensor:
         """How many of the first `lengths` positions a rank holds."""
         ranks = self.group.size()
         return (lengths - rank + ranks - 1).div(ranks, rounding_mode="floor").clamp(min=0)
@@ -118,12 +118,12 @@ class ShardedCache(KVCache, Spread):
         query, key = module._rotated(query, key, places, places)
         query = scaled(module, query, places, past)
         settings = settings_of(module, query)
-        with self.inner.all_or_none():
-            own, lens = self._own(past, new, key, value)
-            room = self.inner.reserve(*own, lens)
-            held = self._append(room.key, room.value, room.lengths, own, lens)
+        with self.inner.rollback_on_error():
+            local, lens = self._local(past, new, key, value)
+            room = self.inner.reserve(*local, lens)
+            held = self._append(room.key, room.value, room.lengths, local, lens)
             out = self._joined(query, *held, past, causal=inputs["causal"], **settings)
-            self._whole = past + new
+            self._total_lengths = past + new
         return out.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
@@ -134,10 +134,10 @@ class ShardedCache(KVCache, Spread):
         query = scaled(module, query, places, past)
         query, latents = rotate_latents(module, query, latent, k_rope, places, places)
         width = module.kv_lora_rank
-        with self.inner.all_or_none():
-            own, lens = self._own(past, new, latents, latents[..., :0])
-            keys, lengths = self.inner.reserve_latents(own[0], width)
-            held, _ = self._append(keys, keys[..., :0], lengths, own, lens)
+        with self.inner.rollback_on_error():
+            local, lens = self._local(past, new, latents, latents[..., :0])
+            keys, lengths = self.inner.reserve_latents(local[0], width)
+            held, _ = self._append(keys, keys[..., :0], lengths, local, lens)
             settings = {"causal": inputs["causal"], "scale": module.softmax_scale}
             weight = None if module.folded else plain_weight(module.kv_b_proj)
             if weight is not None and query.size(2) == 1:
@@ -148,7 +148,7 @@ class ShardedCache(KVCache, Spread):
                 out = self._joined(query, held, held[..., :width], past, **settings) @ up_values.transpose(1, 2)
             else:
                 out = self._joined(query, *expand(module, held, query.size(1)), past, **settings)
-            self._whole = past + new
+            self._total_lengths = past + new
         return out.transpose(1, 2).flatten(2)
 
     def _begin(
@@ -158,7 +158,7 @@ class ShardedCache(KVCache, Spread):
         names = ("mask", "need_weights", "cross")
         refuse_inputs(module, "with a ShardedCache", **{name: inputs[name] for name in names})
         batch, lens = query.size(0), inputs["kv_lens"]
-        past = self._whole if self._whole.numel() else self._whole.new_zeros(batch)
+        past = self._total_lengths if self._total_lengths.numel() else self._total_lengths.new_zeros(batch)
         if past.size(0) != batch:
             raise ValueError(f"attnpack: cache: holds {past.size(0)} sequences, got {batch} new ones: they must agree")
         agree(
@@ -179,7 +179,7 @@ class ShardedCache(KVCache, Spread):
         """Raises, on every rank, if the first one, which holds the most, has no room for its share of the positions."""
         if not isinstance(self.inner, StaticCache) or not lengths.is_cpu or not lengths.numel():
             return
-        whole, most = int(lengths.max()), int(self._held(lengths, 0).max())
+        whole, most = int(lengths.max()), int(self._count_here(lengths, 0).max())
         if most > self.inner.max_len:
             raise ValueError(
                 f"attnpack: cache: got {whole} positions over {self.group.size()} ranks, want at most "
@@ -192,22 +192,22 @@ class ShardedCache(KVCache, Spread):
             return inputs["positions"]
         return past.unsqueeze(1) + torch.arange(query.size(2), device=query.device)
 
-    def _own(self, past: Tensor, new: Tensor, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _local(self, past: Tensor, new: Tensor, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
         """The new tokens of [B, H, L, D] that this rank holds, and how many of each sequence are valid."""
         ranks, rank, length = self.group.size(), self.group.rank(), tensors[0].size(2)
         first = (rank - past) % ranks
-        lens = self._held(past + new, rank) - self._held(past, rank)
+        lens = self._count_here(past + new, rank) - self._count_here(past, rank)
         steps = torch.arange(-(-length // ranks), device=past.device) * ranks
         index = (first.unsqueeze(1) + steps).clamp(max=max(length - 1, 0))  # [B, M]
         index = index[:, None, :, None]
         return [x.gather(2, index.expand(-1, x.size(1), -1, x.size(3))) for x in tensors], lens
 
     def _append(
-        self, key: Tensor, value: Tensor, lengths: Tensor, own: Sequence[Tensor], lens: Tensor
+        self, key: Tensor, value: Tensor, lengths: Tensor, local: Sequence[Tensor], lens: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Writes the own tokens; the keys and values [B, Hkv, K, D] that this rank then holds."""
-        torch.ops.attnpack.kv_cache_append_(key, value, lengths, *own, lens, None)
-        self.inner.commit(own[0].size(2), lens)
+        torch.ops.attnpack.kv_cache_append_(key, value, lengths, *local, lens, None)
+        self.inner.commit(local[0].size(2), lens)
         longest = int(self.inner.lengths.max()) if lens.numel() else 0
         return key[:, :, :longest], value[:, :, :longest]
 

@@ -76,8 +76,8 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
     for _, unit, name, parameter, share in list(_parameters(found)):
         if parameter not in made:
             made[parameter] = _distributed(parameter, share, mesh)
-        owner, _, own = name.rpartition(".")
-        unit.get_submodule(owner)._parameters[own] = made[parameter]
+        owner, _, own_name = name.rpartition(".")
+        unit.get_submodule(owner)._parameters[own_name] = made[parameter]
     for _, unit, kind, shares in found:
         kind(unit, shares, group)
     module.register_load_state_dict_pre_hook(_share_loaded)
@@ -110,11 +110,11 @@ def _units(
         heads = isinstance(module, CausalLM) and name == "lm_head" and type(child) is nn.Linear
         if (heads or _divides(child)) and child not in whole:
             whole[child] = []
-            shares = {own: Share(COLUMNS) for own in ("weight", "bias")}
+            shares = {part: Share(COLUMNS) for part in ("weight", "bias")}
             yield where, child, HeadUnit if heads else EmbeddingUnit, shares
         else:
             yield from _units(child, where, mesh, whole)
-        names += [f"{name}.{own}" for own in whole[child]]
+        names += [f"{name}.{part}" for part in whole[child]]
     if names:
         yield path, module, Unit, {name: Share() for name in names}
 
@@ -133,10 +133,10 @@ def _parameters(
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Share]]:
     """(path of the unit, unit, name in it, parameter, its share) for each place of each parameter."""
     for path, unit, _, shares in units:
-        own = shares.parameters if isinstance(shares, Plan) else shares
+        parameters = shares.parameters if isinstance(shares, Plan) else shares
         for name, parameter in unit.named_parameters(remove_duplicate=False):
-            if name in own:
-                yield path, unit, name, parameter, own[name]
+            if name in parameters:
+                yield path, unit, name, parameter, parameters[name]
 
 
 def _divides(module: nn.Module) -> bool:

@@ -22,28 +22,28 @@ class Unit:
 
     def __init__(self, module: nn.Module, parameters: dict[str, Share], group: dist.ProcessGroup) -> None:
         self.group, self.parameters = group, parameters
-        self._held: list[list[tuple[nn.Module, str, Any]]] = []
+        self._swapped: list[list[tuple[nn.Module, str, Any]]] = []
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__, _held=[])
+        copied.__dict__.update(self.__dict__, _swapped=[])
         return copied
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         changed: list[tuple[nn.Module, str, Any]] = []
-        self._held.append(changed)
+        self._swapped.append(changed)
         for name, share in self.parameters.items():
-            owner, own = _owner(module, name)
-            parameter = None if owner is None else owner._parameters.get(own)
-            if parameter is not None and not (self._later(parameter) and self._skips(module, owner)):
-                changed.append((owner, own, parameter))
-                owner._parameters[own] = self._local(parameter, share)
+            owner, own_name = _owner(module, name)
+            parameter = None if owner is None else owner._parameters.get(own_name)
+            if parameter is not None and not (self._is_gathered_later(parameter) and self._skips(module, owner)):
+                changed.append((owner, own_name, parameter))
+                owner._parameters[own_name] = self._local(parameter, share)
         return self.inputs(module, args, kwargs)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        changed = self._held.pop() if self._held else []
+        changed = self._swapped.pop() if self._swapped else []
         for owner, name, value in reversed(changed):
             if name in owner._parameters:
                 owner._parameters[name] = value
@@ -58,7 +58,7 @@ class Unit:
         return output
 
     @staticmethod
-    def _later(parameter: Tensor) -> bool:
+    def _is_gathered_later(parameter: Tensor) -> bool:
         """Whether fully_shard holds a part of it, which its hooks have not gathered yet."""
         return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
 
@@ -67,7 +67,7 @@ class Unit:
         return owner is not module
 
     def _local(self, parameter: Tensor, share: Share) -> Tensor | None:
-        if self._later(parameter):
+        if self._is_gathered_later(parameter):
             raise ValueError(
                 "attnpack: fully_shard divides a single linear layer, whose weight the module around it reads: call "
                 "fully_shard on that module (attention, a feed-forward) or on its block"
@@ -81,7 +81,7 @@ class Unit:
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute until the end of the call."""
-        self._held[-1].append((module, name, getattr(module, name)))
+        self._swapped[-1].append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
 
@@ -129,9 +129,9 @@ class SharedUnit(Unit):
         joined = output[0] if isinstance(output, tuple) else output
         joined = summed(joined, self.group)
         for name, share in self.parameters.items():
-            owner, own = _owner(module, name)
-            if share.added_last and owner is not None and owner._parameters.get(own) is not None:
-                joined = joined + tensor_of(owner._parameters[own])
+            owner, own_name = _owner(module, name)
+            if share.added_last and owner is not None and owner._parameters.get(own_name) is not None:
+                joined = joined + tensor_of(owner._parameters[own_name])
         if not isinstance(output, tuple):
             return joined
         weights = gathered(output[1].transpose(0, 1), self.group)
@@ -171,13 +171,13 @@ class EmbeddingUnit(Unit):
                 raise IndexError("attnpack: ids: got one outside the vocabulary")
         else:
             torch._assert_async(~outside.any(), "attnpack: ids: got one outside the vocabulary")
-        own = rows_of(self.size, self.group.size(), self.group.rank())
-        foreign = (ids < own.start) | (ids >= own.stop)
+        rows = rows_of(self.size, self.group.size(), self.group.rank())
+        foreign = (ids < rows.start) | (ids >= rows.stop)
         self._foreign.append(foreign)
         weight = module.weight
-        if not len(own):  # a rank without rows: no look-up may miss
+        if not len(rows):  # a rank without rows: no look-up may miss
             module._parameters["weight"] = torch.cat([weight, weight.new_zeros(1, weight.size(1))])
-        return ((ids - own.start).masked_fill(foreign, 0),), {}
+        return ((ids - rows.start).masked_fill(foreign, 0),), {}
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         try:
@@ -220,7 +220,7 @@ class ModelUnit(Unit):
 
     def hidden(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """The states that the head reads: each rank gives a part of their gradient."""
-        return copied(output, self.group) if self._held else output
+        return copied(output, self.group) if self._swapped else output
 
     def output(self, module: nn.Module, output: Tensor) -> Tensor:
         return gather_last(output, self.size, self.group) if self.joins else output
@@ -236,9 +236,9 @@ def gather_last(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
     """The child that has the parameter `name`, None if there is none, and the parameter's name there."""
-    *path, own = name.split(".")
+    *path, own_name = name.split(".")
     for child in path:
         module = getattr(module, child, None)
         if not isinstance(module, nn.Module):
-            return None, own
-    return module, own
+            return None, own_name
+    return module, own_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..nn.spread import refuse_spread
+from ..nn.sharded_attention import refuse_context_parallel
 
 _EAGER = 'call model.set_attn_implementation("eager")'
 _PAGED = "leave it to model.generate_batch, which passes a PagedAttentionCache with it"
@@ -48,6 +48,6 @@ def refuse_arguments(others: Mapping[str, Any], refused: Mapping[str, str] = REF
 
 def refuse_parts() -> None:
     """Raises ValueError under `context_parallel`: the layers of transformers know nothing of parts of sequences."""
-    refuse_spread(
+    refuse_context_parallel(
         "a model of transformers attends", "run it outside on whole sequences, or read it with CausalLM.from_hf"
     )

@@ -167,19 +167,19 @@ class _Everything:
         return True
 
 
-def _with_way_back(name: str, theirs: Callable[..., Any], known: Any) -> Callable[..., Any]:
+def _with_fallback(name: str, theirs: Callable[..., Any], known: Any) -> Callable[..., Any]:
     """Ours, or `theirs` with the keywords that are `known` to it, where ours does not take the call."""
     ours = OURS[name]
     own = _parameters(ours)
 
     @functools.wraps(theirs)
-    def either(*args: Any, **named: Any) -> Any:
+    def dispatch(*args: Any, **named: Any) -> Any:
         if _takes(name, args[0] if args else next(iter(named.values())), named):
             return ours(*args, **{key: value for key, value in named.items() if key in own})
         return theirs(*args, **{key: value for key, value in named.items() if key in known})
 
-    either.is_attnpacks = True  # type: ignore[attr-defined]
-    return either
+    dispatch.is_attnpacks = True  # type: ignore[attr-defined]
+    return dispatch
 
 
 _replaced: list[tuple[CellType, Any]] = []
@@ -202,7 +202,7 @@ def _put(name: str, function: Any) -> None:
     if not cells or getattr(cells["implementation"].cell_contents, "is_attnpacks", False):
         return
     theirs, known = (cells[part].cell_contents for part in ("implementation", "applicable_params"))
-    new = {"implementation": _with_way_back(name, theirs, known), "applicable_params": _Everything(),
+    new = {"implementation": _with_fallback(name, theirs, known), "applicable_params": _Everything(),
            "is_new_implementation": True}  # fmt: skip
     for part, value in new.items():
         _replaced.append((cells[part], cells[part].cell_contents))

@@ -19,7 +19,7 @@ from .layer_tail import LayerTail
 from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_of_sum, norm_settings
-from .spread import check_lengths
+from .sharded_attention import check_lengths
 
 _NORMS = (
     "input_layernorm",

@@ -16,12 +16,12 @@ from ..errors import MODEL_CACHE, check_ids, reject_keywords
 from ..ops import nested, sinusoidal_positions
 from .attention import GroupedQueryAttention, MultiHeadLatentAttention
 from .block import DecoderBlock
+from .cached_twin import generate_by_twin
 from .feed_forward import FeedForward, MixtureOfExperts
-from .kept_twin import generate_by_twin
 from .linear import linear, project
 from .native import NativeModule, maker_of
 from .rope import RotaryEmbedding
-from .spread import Spread, check_lengths, refuse_spread
+from .sharded_attention import ShardedAttention, check_lengths, refuse_context_parallel
 from .stack import Decoder
 
 
@@ -322,7 +322,7 @@ class CausalLM(NativeModule):
             ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
         """
         reject_keywords(unknown, MODEL_CACHE, "generate")
-        refuse_spread("generate is called", "call it outside, with the whole prompt on each rank")
+        refuse_context_parallel("generate is called", "call it outside, with the whole prompt on each rank")
         if not isinstance(cache, str):
             check_kind(cache, ModelCache, "generate")
         arguments = {
@@ -337,7 +337,7 @@ class CausalLM(NativeModule):
             "callback": callback,
         }
         held = cache.layers[0] if isinstance(cache, ModelCache) else None
-        loop = held.generate if isinstance(held, Spread) else self._generate
+        loop = held.generate if isinstance(held, ShardedAttention) else self._generate
         return (loop or generate_by_twin)(self, ids, cache=cache, **arguments)
 
     def _twin(self) -> cpp.CausalLM:

@@ -203,7 +203,7 @@ class MixtureOfExperts(NativeModule):
         rows = x.reshape(-1, self.embed_dim)
         weights, index = self.gate(rows)
         unknown = torch.compiler.is_compiling() or rows.is_meta  # what is chosen
-        mixed = self._all(rows, weights, index) if unknown else self._some(rows, weights, index)
+        mixed = self._dense_forward(rows, weights, index) if unknown else self._sparse_forward(rows, weights, index)
         out = mixed.view_as(x)
         if self.shared_experts is None:
             return out
@@ -211,7 +211,7 @@ class MixtureOfExperts(NativeModule):
         gate = self.shared_expert_gate
         return out + (shared if gate is None else project(gate, x).sigmoid() * shared)
 
-    def _some(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def _sparse_forward(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Each expert on the tokens that chose it."""
         # Choices in the order of their experts: choice c is one of token c // top_k.
         chosen = index.flatten()
@@ -221,18 +221,18 @@ class MixtureOfExperts(NativeModule):
         for expert, choices in zip(self.experts, order.split(counts), strict=True):
             if choices.numel():
                 tokens = choices // self.top_k
-                out = out.index_add(0, tokens, self._weighed(expert, rows[tokens], weights[choices].unsqueeze(-1)))
+                out = out.index_add(0, tokens, self._run_scaled(expert, rows[tokens], weights[choices].unsqueeze(-1)))
         return out
 
-    def _weighed(self, expert: nn.Module, rows: Tensor, weights: Tensor) -> Tensor:  # [T, embed_dim], [T, 1]
+    def _run_scaled(self, expert: nn.Module, rows: Tensor, weights: Tensor) -> Tensor:  # [T, embed_dim], [T, 1]
         if self.weigh_inputs:
             return expert((rows * weights).to(rows.dtype))
         return (expert(rows) * weights).to(rows.dtype)
 
-    def _all(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def _dense_forward(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Every expert on every token."""
         shares = weights.new_zeros(rows.size(0), self.num_experts).scatter(1, index, weights)
         out = torch.zeros_like(rows)
         for i, expert in enumerate(self.experts):
-            out = out + self._weighed(expert, rows, shares[:, i : i + 1])
+            out = out + self._run_scaled(expert, rows, shares[:, i : i + 1])
         return out

@@ -113,7 +113,7 @@ class NativeModule(nn.Module):
         for name, tensor in twin.named_parameters():
             owner, _, own_name = name.rpartition(".")
             if is_stored(tensor):
-                hold_stored(module, owner, tensor)
+                replace_by_stored(module, owner, tensor)
                 continue
             if type(tensor) is Tensor:
                 tensor.__class__ = nn.Parameter  # the same tensor for both languages: nn.Parameter(tensor) is another
@@ -144,7 +144,7 @@ class NativeModule(nn.Module):
         return {name: ours(value) for name, value in twin.options().items() if name not in cls._not_of_twin}
 
 
-def hold_stored(module: nn.Module, name: str, blocks: Tensor) -> None:
+def replace_by_stored(module: nn.Module, name: str, blocks: Tensor) -> None:
     """Puts a layer of stored weights in the place of the linear layer or the embedding `name`."""
     parent, _, own_name = name.rpartition(".")
     layer = module.get_submodule(name)

@@ -24,12 +24,12 @@ from ..ops import nested
 from ..ops.stored import is_stored
 from .attention.base import SharedKeys
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
-from .kept_twin import generate_by_twin
+from .cached_twin import generate_by_twin
 from .layer_tail import LayerInputTable
 from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
-from .spread import check_lengths, positions_here, refuse_spread
+from .sharded_attention import check_lengths, positions_here, refuse_context_parallel
 from .stored import StoredEmbedding
 
 
@@ -406,7 +406,7 @@ class EncoderDecoder(NativeModule):
             ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
         """
         reject_keywords(unknown, MODEL_CACHE, "generate")
-        refuse_spread("generate is called", "call it outside, with the whole source on each rank")
+        refuse_context_parallel("generate is called", "call it outside, with the whole source on each rank")
         if not isinstance(cache, str):
             check_kind(cache, ModelCache, "generate")
         return (self._generate or generate_by_twin)(

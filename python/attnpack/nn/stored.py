@@ -36,9 +36,9 @@ class StoredLinear(nn.Module):
     ) -> None:
         super().__init__()
         offset = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
-        self._hold(_zero_blocks(out_features, in_features, format, device), offset)
+        self._set_blocks(_zero_blocks(out_features, in_features, format, device), offset)
 
-    def _hold(self, weight: Tensor, bias: Tensor | None) -> StoredLinear:
+    def _set_blocks(self, weight: Tensor, bias: Tensor | None) -> StoredLinear:
         numbers = STORED_LAYOUTS[format_of(weight)][0]
         self.in_features, self.out_features = weight.shape[1] * numbers, weight.shape[0]
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -48,7 +48,7 @@ class StoredLinear(nn.Module):
     @classmethod
     def from_blocks(cls, weight: Tensor, bias: Tensor | None = None) -> StoredLinear:
         """The layer on a stored weight [out, blocks, bytes], which is not copied."""
-        return _bare(cls)._hold(weight, bias)
+        return _without_init(cls)._set_blocks(weight, bias)
 
     @property
     def format(self) -> str:
@@ -85,9 +85,9 @@ class StoredEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._hold(_zero_blocks(num_embeddings, embedding_dim, format, device), dtype)
+        self._set_blocks(_zero_blocks(num_embeddings, embedding_dim, format, device), dtype)
 
-    def _hold(self, weight: Tensor, dtype: torch.dtype | None) -> StoredEmbedding:
+    def _set_blocks(self, weight: Tensor, dtype: torch.dtype | None) -> StoredEmbedding:
         self.num_embeddings = weight.shape[0]
         self.embedding_dim = weight.shape[1] * STORED_LAYOUTS[format_of(weight)][0]
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -98,7 +98,7 @@ class StoredEmbedding(nn.Module):
     @classmethod
     def from_blocks(cls, weight: Tensor, dtype: torch.dtype | None = None) -> StoredEmbedding:
         """The embedding on a stored table [rows, blocks, bytes], which is not copied."""
-        return _bare(cls)._hold(weight, dtype)
+        return _without_init(cls)._set_blocks(weight, dtype)
 
     @property
     def format(self) -> str:
@@ -125,7 +125,7 @@ def storable_layers(model: nn.Module) -> list[str]:
     return names
 
 
-def _bare(kind: type):
+def _without_init(kind: type):
     layer = kind.__new__(kind)
     nn.Module.__init__(layer)
     return layer

@@ -91,7 +91,6 @@ def refuse(**given: Any) -> None:
         "source_lens": "nested tensors hold their lengths",
         "target_lens": "nested tensors hold their lengths",
         "cache": "appends of several lengths take padded tensors and kv_lens",
-        "query_scale": "its rows are those of padded queries",
         "need_weights": "ask attnpack.attention_scores for one sequence at a time",
     }
     for name, value in given.items():
@@ -102,7 +101,7 @@ def refuse(**given: Any) -> None:
             )
 
 
-_UNNESTED = ("kv_lens", "key_index", "key_block", "query_scale")  # rules that nested tensors do not go with
+_UNNESTED = ("kv_lens", "key_index", "key_block")  # rules that nested tensors do not go with
 
 
 def attention(
@@ -113,7 +112,8 @@ def attention(
     return_lse: bool,
     rules: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # [B, Hq, L*, Dv], lse [B, Hq, L*]
-    """`attnpack.attention` of jagged nested tensors: one call per sequence, with q_offset as given."""
+    """`attnpack.attention` of jagged nested tensors: one call per sequence, with q_offset as given and the factors of
+    query_scale [B, L*]."""
     refuse(mask=mask, **{name: rules.get(name) for name in _UNNESTED if name != "key_block"})
     heads = {name: by_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name in ("key", "value"):
@@ -123,10 +123,12 @@ def attention(
             )
     q, k, v = (rows(name, x) for name, x in heads.items())
     check_same_sequences("value", heads["value"], "key", heads["key"])
-    out, lse = attend_packed(
-        q, k, v, heads["query"].offsets(), heads["key"].offsets(), return_lse=True,
-        **({"q_offset": 0} | {name: rule for name, rule in rules.items() if name not in _UNNESTED}),
-    )  # fmt: skip
+    packed = {"q_offset": 0} | {name: rule for name, rule in rules.items() if name not in _UNNESTED}
+    if (scale := rules.get("query_scale")) is not None:
+        packed["query_scale"] = rows("query_scale", scale)
+        check_same_sequences("query_scale", scale, "query", heads["query"])
+    ends = heads["query"].offsets(), heads["key"].offsets()
+    out, lse = attend_packed(q, k, v, *ends, return_lse=True, **packed)
     out = like(out, heads["query"]).transpose(1, 2)
     return (out, like(lse.transpose(0, 1), heads["query"]).transpose(1, 2)) if return_lse else out
 

@@ -13,9 +13,12 @@ from torch import Tensor
 from .. import _C
 from ..signatures import AttentionRules, ScoresRules, spelled_out
 from . import nested
-from .rules import draw_seed, flat_rules
+from .fast_path import fast_path
+from .rules import check_keywords, draw_seed, flat_rules
 
 _is_compiling = torch.compiler.is_compiling
+_KEYWORDS = frozenset(AttentionRules.__annotations__)
+_SCORES_KEYWORDS = frozenset(ScoresRules.__annotations__)
 
 
 @overload
@@ -27,6 +30,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool,
               **rules: Unpack[AttentionRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@fast_path("attention")
 @spelled_out(AttentionRules, q_offset=0, key_block=1)
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool = False, **rules: Any
@@ -35,7 +39,8 @@ def attention(
 
     Args:
         query: [B, Hq, Lq, D], float64, float32, bfloat16 or float16; any strides. Or all three are jagged nested
-            tensors [B, H, L*, D], which mean one call per sequence; they take no mask and no kv_lens.
+            tensors [B, H, L*, D], which mean one call per sequence; they take no mask and no kv_lens, and a query_scale
+            that is jagged, [B, L*].
         key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], in the dtype of query.
         mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
         causal: keep keys j <= i + q_offset.
@@ -74,10 +79,11 @@ def attention(
     if getattr(query, "is_nested", False):
         return nested.attention(query, key, value, mask, return_lse, rules)
     if _is_compiling():
+        check_keywords("attention", rules, _KEYWORDS)
         query, flat = flat_arguments(query, key, rules)
         result = torch.ops.attnpack.attention(query, key, value, mask, **flat)
         return result if return_lse else result[0]
-    return _C.attention(query, key, value, mask, return_lse, rules)
+    return _C.attention(query, key, value, mask, rules | {"return_lse": return_lse})
 
 
 def flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -95,6 +101,7 @@ def flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict
     return query, flat
 
 
+@fast_path("attention_scores")
 @spelled_out(ScoresRules, q_offset=0, key_block=1, stage="probs")
 def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **rules: Unpack[ScoresRules]) -> Tensor:
     """The scores that :func:`attention` computes, [B, Hq, Lq, Lkv], for plots, tests and study.
@@ -108,11 +115,13 @@ def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **r
     "named" holds those of some rows at a time.
     """
     if _is_compiling():
+        check_keywords("attention_scores", rules, _SCORES_KEYWORDS)
         query, flat = flat_arguments(query, key, rules)
         return torch.ops.attnpack.attention_scores(query, key, mask, **flat)
     return _C.attention_scores(query, key, mask, rules)
 
 
+@fast_path("merge_states")
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Joins the results of two :func:`attention` calls over disjoint keys (give sinks to one part only).
 
@@ -124,4 +133,4 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """
     if _is_compiling():
         return torch.ops.attnpack.merge_states(out_a, lse_a, out_b, lse_b)
-    return _C.merge_states(out_a, lse_a, out_b, lse_b)
+    return _C.merge_states(out_a, lse_a, out_b, lse_b, {})

@@ -10,7 +10,10 @@ from torch import Tensor
 from .. import _C
 from .._C import checks
 from ..signatures import PackedRules, spelled_out
-from .rules import draw_seed, flat_rules
+from .fast_path import fast_path
+from .rules import check_keywords, draw_seed, flat_rules
+
+_KEYWORDS = frozenset(PackedRules.__annotations__) - {"key_index"} | {"q_offset"}
 
 
 @overload
@@ -25,6 +28,7 @@ def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
 def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
                      cu_seqlens_k: Tensor | None = None, *, return_lse: bool,
                      **rules: Unpack[PackedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@fast_path("attention_varlen")
 @spelled_out(PackedRules)
 def attention_varlen(
     query: Tensor,
@@ -95,7 +99,8 @@ def attend_packed(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_varlen`, with q_offset as in `attention`, by default "end"."""
     if not torch.compiler.is_compiling():
-        return _C.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse, rules)
+        return _C.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, rules | {"return_lse": return_lse})
+    check_keywords("attention_varlen", rules, _KEYWORDS)
     query, flat = flat_rules(query, rules)
     q_offset = flat.pop("q_offset", "end")
     if isinstance(q_offset, Tensor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .fast_path import fast_path
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -19,6 +20,7 @@ Rope = _C.RopeSettings | tuple | None
 """`RotaryEmbedding.settings`, or its first numbers as a tuple."""
 
 
+@fast_path("apply_rope")
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotates the first r dims of x by the angles whose cosines and sines are given (Su et al. 2021, section 3.4.2).
 
@@ -32,7 +34,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     """
     if _is_compiling():
         return torch.ops.attnpack.apply_rope(x, cos, sin, interleaved)
-    return _C.apply_rope(x, cos, sin, interleaved)
+    return _C.apply_rope(x, cos, sin, {"interleaved": interleaved})
 
 
 def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0) -> tuple[Tensor, Tensor]:

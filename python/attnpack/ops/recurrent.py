@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _C
 from . import nested
+from .fast_path import fast_path
 
 
 @overload
@@ -30,6 +31,7 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, log_decay: Te
                      beta: Tensor | None = None, initial_state: Tensor | None = None, kv_lens: Tensor | None = None,
                      cu_seqlens: Tensor | None = None, scale: float | None = None,
                      return_state: bool) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@fast_path("linear_attention")
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -84,9 +86,13 @@ def linear_attention(
     """
     if nested.is_nested(query):
         return _of_nested(query, key, value, log_decay, beta, initial_state, kv_lens, cu_seqlens, scale, return_state)
-    call = torch.ops.attnpack if torch.compiler.is_compiling() else _C
-    result = call.linear_attention(query, key, value, log_decay, beta, initial_state, kv_lens, cu_seqlens, scale)
-    return result if return_state else result[0]
+    if torch.compiler.is_compiling():
+        given = log_decay, beta, initial_state, kv_lens, cu_seqlens, scale
+        result = torch.ops.attnpack.linear_attention(query, key, value, *given)
+        return result if return_state else result[0]
+    rules = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state, "kv_lens": kv_lens}
+    rules |= {"cu_seqlens": cu_seqlens, "scale": scale, "return_state": return_state}
+    return _C.linear_attention(query, key, value, rules)
 
 
 def linear_attention_(
@@ -149,6 +155,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, acti
                   initial_state: Tensor | None = None, kv_lens: Tensor | None = None,
                   cu_seqlens: Tensor | None = None,
                   return_state: bool) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@fast_path("causal_conv1d")
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -199,6 +206,6 @@ def causal_conv1d(
         result = torch.ops.attnpack.causal_conv1d(
             x, weight, bias, initial_state, kv_lens, cu_seqlens, activation == "silu"
         )
-    else:
-        result = _C.causal_conv1d(x, weight, bias, activation, initial_state, kv_lens, cu_seqlens)
-    return result if return_state else result[0]
+        return result if return_state else result[0]
+    rules = {"activation": activation, "initial_state": initial_state, "kv_lens": kv_lens, "cu_seqlens": cu_seqlens}
+    return _C.causal_conv1d(x, weight, bias, rules | {"return_state": return_state})

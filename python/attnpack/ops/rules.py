@@ -25,6 +25,13 @@ def flat_rules(query: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
     return query, flat
 
 
+def check_keywords(function: str, given: Any, taken: Any) -> None:
+    """Raises for a keyword that the function does not have. Only traced calls ask: eager ones are checked in C++."""
+    for name in given:
+        if name not in taken:
+            raise TypeError(f"attnpack: {function}() got an unexpected keyword argument '{name}'")
+
+
 def draw_seed(dropout_p: float) -> Tensor | None:
     """A seed [1] from torch's generator on the CPU, where there is dropout."""
     return torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None

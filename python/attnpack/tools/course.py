@@ -65,8 +65,8 @@ def check_decode(step: Callable[[MultiHeadAttention, Tensor, tuple | None], tupl
         if not isinstance(out, Tensor) or out.shape != token.shape:
             return _compare(out, token, f"the output of step {number}")
         outs.append(out)
-    said = _compare(torch.cat(outs, dim=1), layer(x), "the outputs of five steps")
-    return library.told() if said == "right" else said
+    verdict = _compare(torch.cat(outs, dim=1), layer(x), "the outputs of five steps")
+    return library.verdict() if verdict == "right" else verdict
 
 
 def check_chunk_mask(mask: Callable[[int, int], Tensor]) -> str:
@@ -75,9 +75,9 @@ def check_chunk_mask(mask: Callable[[int, int], Tensor]) -> str:
         name, got = f"mask({new}, {past})", mask(new, past)
         positions = past + torch.arange(new)
         wanted = torch.arange(past + new) <= positions[:, None]
-        said = _compare_masks(got, wanted, name, "attend")
-        if said != "right":
-            return said
+        verdict = _compare_masks(got, wanted, name, "attend")
+        if verdict != "right":
+            return verdict
     return "right"
 
 
@@ -90,9 +90,9 @@ def check_groups(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> str:
         query, (key, value) = _random(batch, heads, 5, 4), _random(2, batch, groups, 5, 4).unbind(0)
         with library, _Calls() as calls:
             got = attend(query, key, value)
-        said = _compare(got, attention(query, key, value), f"attend with {groups} key-value heads")
-        if said != "right":
-            return said
+        verdict = _compare(got, attention(query, key, value), f"attend with {groups} key-value heads")
+        if verdict != "right":
+            return verdict
         if "repeat_interleave" in calls.names:
             return "not yet: right numbers, but repeat_interleave was called"
         if 1 < groups < heads:  # others may have a way of their own
@@ -100,7 +100,7 @@ def check_groups(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> str:
     if len(set(counts.values())) > 1:  # sequences, heads or groups one after the other
         each = ", ".join(f"{count} for {sizes}" for sizes, count in counts.items())
         return f"not yet: right numbers, but a loop: the calls of torch for (B, H, G) are {each}"
-    return library.told()
+    return library.verdict()
 
 
 @torch.no_grad()
@@ -113,12 +113,12 @@ def check_to_groups(make: Callable[[MultiHeadAttention, int], GroupedQueryAttent
             return f"not yet: {name} returned {type(made).__name__}, wanted a GroupedQueryAttention of {groups} groups"
         wanted = convert.to_gqa(layer, groups)
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            said = _compare(getattr(made, part).weight, getattr(wanted, part).weight, f"{part}.weight of {name}")
-            if said != "right":
-                return said
-        said = _compare(made(x), wanted(x), f"the output of {name}")
-        if said != "right":
-            return said
+            verdict = _compare(getattr(made, part).weight, getattr(wanted, part).weight, f"{part}.weight of {name}")
+            if verdict != "right":
+                return verdict
+        verdict = _compare(made(x), wanted(x), f"the output of {name}")
+        if verdict != "right":
+            return verdict
     return "right"
 
 
@@ -142,11 +142,11 @@ def check_absorbed(attend: Callable[..., Tensor]) -> str:
     key = torch.cat([expanded[0], k_rope[:, None].expand(-1, heads, -1, -1)], dim=-1)
     with _Largest() as made:
         got = attend(q_nope, q_rope, latents, k_rope, w_uk, w_uv)
-    said = _compare(got, attention(torch.cat([q_nope, q_rope], dim=-1), key, expanded[1]), "attend(...)")
-    if said == "right" and made.largest.numel() >= expanded[0].numel():
+    verdict = _compare(got, attention(torch.cat([q_nope, q_rope], dim=-1), key, expanded[1]), "attend(...)")
+    if verdict == "right" and made.largest.numel() >= expanded[0].numel():
         shape = tuple(made.largest.shape)
         return f"not yet: right numbers, but a tensor {shape} was made, as large as the keys of all heads"
-    return said
+    return verdict
 
 
 @torch.no_grad()
@@ -156,9 +156,9 @@ def check_padded_source(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
     query, lens = _random(3, 2, 4, 8), torch.tensor([6, 2, 5])
     key, value = _random(2, 3, 2, 6, 8).unbind(0)
     for name, real in (("attend without padding", torch.full((3,), 6)), ("attend with lens 6, 2 and 5", lens)):
-        said = _compare(attend(query, key, value, real), attention(query, key, value, kv_lens=real), name)
-        if said != "right":
-            return said
+        verdict = _compare(attend(query, key, value, real), attention(query, key, value, kv_lens=real), name)
+        if verdict != "right":
+            return verdict
     return "right"
 
 
@@ -174,9 +174,9 @@ def check_blocks(choose: Callable[[Tensor, Tensor, int, int], Tensor]) -> str:
         named = select_blocks(query[None, None], key[None, None], block, count, causal=True)[0, 0]  # [L, count]
         wanted = (named[:, None] == places[:, None] // block).any(-1) & (places <= places[:, None])
         name = f"choose(query, key, {block}, {count})"
-        said = _compare_masks(choose(query, key, block, count), wanted, name, "read")
-        if said != "right":
-            return said
+        verdict = _compare_masks(choose(query, key, block, count), wanted, name, "read")
+        if verdict != "right":
+            return verdict
     return "right"
 
 
@@ -209,10 +209,10 @@ def check_finds_mistakes(is_right: Callable[[Callable[..., Tensor]], bool]) -> s
     """`is_right(attend)`: whether `attend(query, key, value, num_heads, mask)` is right. All are [B, L, E], heads side
     by side; the mask is bool [L, L], and True means may attend."""
     for name, attend in _ATTENDS.items():
-        said, right = is_right(attend), name.startswith("right")
-        if not isinstance(said, bool):
-            return f"not yet: is_right returned {type(said).__name__}, wanted True or False"
-        if said != right:
+        verdict, right = is_right(attend), name.startswith("right")
+        if not isinstance(verdict, bool):
+            return f"not yet: is_right returned {type(verdict).__name__}, wanted True or False"
+        if verdict != right:
             return f"not yet: is_right {'refuses an attention that is right' if right else f'does not find {name}'}"
     return "right"
 
@@ -269,7 +269,7 @@ class _Library(TorchDispatchMode):
             self.called = name
         return func(*args, **(kwargs or {}))
 
-    def told(self) -> str:
+    def verdict(self) -> str:
         return f"not yet: right numbers, but of {self.called}, which this is to replace" if self.called else "right"
 
 

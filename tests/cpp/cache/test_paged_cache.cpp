@@ -107,7 +107,7 @@ TEST_CASE("a failed append changes nothing and keeps no page") {
       complains("cache: got keys", [&] { cache->reserve(torch::randn({3, 2, 1, 6}), torch::randn({3, 2, 1, 6})); }));
   REQUIRE(complains("cache: got a PagedCache", [&] { cache->reserve_latents(torch::randn({2, 1, 1, 6}), 4); }));
   const auto stop = [&] {
-    all_or_none(std::vector{cache, fork}, [&] {
+    rollback_on_error(std::vector{cache, fork}, [&] {
       call(layer, torch::randn({2, 2, 24}), cache);
       call(layer, torch::randn({2, 1, 24}), fork);
       throw std::runtime_error("stop");

@@ -166,7 +166,7 @@ class Machine {
   }
 
   void write(const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
-    all_or_none(std::vector{cache_}, [&] {
+    rollback_on_error(std::vector{cache_}, [&] {
       AttendOptions options;
       if (kind_.sums) std::dynamic_pointer_cast<SparseCache>(cache_)->keep_sums(kind_.sums, key.size(2));
       options.cache = cache_->reserve_valid(key, value, new_lens);
@@ -251,7 +251,7 @@ class Machine {
     const bool late = pick(0, 1) && !(kind_.room && longest() + added > *kind_.room);
     std::string message;
     try {
-      all_or_none(std::vector{cache_}, [&, &key = key, &value = value] {
+      rollback_on_error(std::vector{cache_}, [&, &key = key, &value = value] {
         write(key, value,
               late ? std::nullopt : std::make_optional(at::tensor(std::vector<int64_t>{0, added + 1, 0}, at::kLong)));
         throw std::runtime_error("stop");

@@ -41,7 +41,7 @@ std::vector<std::pair<AttentionOptions, std::string>> rules() {
 
 }  // namespace
 
-TEST_CASE("what is not done, and what differs between ranks, is an error on all of them") {
+TEST_CASE("what is not supported, and what differs between ranks, is an error on all of them") {
   const auto call = [](const Group& group, const AttentionOptions& options, int64_t length = 4) {
     const auto x = draw({1, 2, length, 8}, 1);
     parallel::attention(x, x, x, group, options);

@@ -73,7 +73,7 @@ TEST_CASE("a cache that is written in place keeps its memory, and is reset where
   REQUIRE(owned->state_matrix().const_data_ptr() != place);
   for (const auto& cache : {plain, owned}) {
     REQUIRE(complains("stop", [&] {
-      all_or_none(std::vector<std::shared_ptr<KVCache>>{cache}, [&]() -> int { TORCH_CHECK(false, "stop"); });
+      rollback_on_error(std::vector<std::shared_ptr<KVCache>>{cache}, [&]() -> int { TORCH_CHECK(false, "stop"); });
     }));
   }
   REQUIRE(plain->len() == 7);

@@ -28,8 +28,8 @@ Changed state_of(const KVCache& cache) {
 }
 
 template <typename Change>
-Changed changed(const HeldCache& held, const Change& change) {
-  const auto cache = held.make();
+Changed changed(const CacheSnapshot& snapshot, const Change& change) {
+  const auto cache = snapshot.make();
   change(*cache);
   return state_of(*cache);
 }
@@ -50,39 +50,39 @@ Room with_state(const KVCache& cache, const CacheTensors& room) {
 // read: the free pages, or an index, which asks for the length.
 template <typename Show>
 void show_parts(const KVCache& cache, const Show& show) {
-  if (const auto* held = dynamic_cast<const LatentCache*>(&cache)) {
-    show("kv_lora_rank", [&] { return held->kv_lora_rank(); });
-    show("index", [&] { return held->index(); });
-  } else if (const auto* held = dynamic_cast<const SparseCache*>(&cache)) {
-    show("block", [&] { return held->block(); });
-    show("index", [&] { return held->index(); });
-  } else if (const auto* held = dynamic_cast<const RecurrentCache*>(&cache)) {
-    show("conv_state", [&] { return held->conv_state(); });
-    show("state", [&] { return held->state_matrix(); });
-  } else if (const auto* held = dynamic_cast<const StaticCache*>(&cache)) {
-    show("max_len", [&] { return *held->capacity(); });
-  } else if (const auto* held = dynamic_cast<const SlidingWindowCache*>(&cache)) {
-    show("window", [&] { return held->window(); });
-    show("keep_first", [&] { return held->keep_first(); });
-    show("dropped", [&] { return held->dropped(); });
-  } else if (const auto* held = dynamic_cast<const QuantizedCache*>(&cache)) {
-    show("bits", [&] { return held->bits(); });
-    show("exact_first", [&] { return held->exact_first(); });
-    show("exact_last", [&] { return held->exact_last(); });
-    show("kv_lora_rank", [&] { return held->kv_lora_rank(); });
-  } else if (const auto* held = dynamic_cast<const PagedCache*>(&cache)) {
-    show("block_table", [&] { return held->block_table(); });
-    show("k_pool", [&] { return held->k_pool(); });
-    show("v_pool", [&] { return held->v_pool(); });
-    show("page_size", [&] { return held->page_size(); });
-    show("num_pages", [&] { return held->num_pages(); });
-    show("free_pages", [&] { return held->free_pages(); });
+  if (const auto* typed = dynamic_cast<const LatentCache*>(&cache)) {
+    show("kv_lora_rank", [&] { return typed->kv_lora_rank(); });
+    show("index", [&] { return typed->index(); });
+  } else if (const auto* typed = dynamic_cast<const SparseCache*>(&cache)) {
+    show("block", [&] { return typed->block(); });
+    show("index", [&] { return typed->index(); });
+  } else if (const auto* typed = dynamic_cast<const RecurrentCache*>(&cache)) {
+    show("conv_state", [&] { return typed->conv_state(); });
+    show("state", [&] { return typed->state_matrix(); });
+  } else if (const auto* typed = dynamic_cast<const StaticCache*>(&cache)) {
+    show("max_len", [&] { return *typed->capacity(); });
+  } else if (const auto* typed = dynamic_cast<const SlidingWindowCache*>(&cache)) {
+    show("window", [&] { return typed->window(); });
+    show("keep_first", [&] { return typed->keep_first(); });
+    show("dropped", [&] { return typed->dropped(); });
+  } else if (const auto* typed = dynamic_cast<const QuantizedCache*>(&cache)) {
+    show("bits", [&] { return typed->bits(); });
+    show("exact_first", [&] { return typed->exact_first(); });
+    show("exact_last", [&] { return typed->exact_last(); });
+    show("kv_lora_rank", [&] { return typed->kv_lora_rank(); });
+  } else if (const auto* typed = dynamic_cast<const PagedCache*>(&cache)) {
+    show("block_table", [&] { return typed->block_table(); });
+    show("k_pool", [&] { return typed->k_pool(); });
+    show("v_pool", [&] { return typed->v_pool(); });
+    show("page_size", [&] { return typed->page_size(); });
+    show("num_pages", [&] { return typed->num_pages(); });
+    show("free_pages", [&] { return typed->free_pages(); });
   }
 }
 
 }  // namespace
 
-std::shared_ptr<KVCache> HeldCache::make() const {
+std::shared_ptr<KVCache> CacheSnapshot::make() const {
   const auto number = [&](size_t i) { return numbers[i].guard_int(__FILE__, __LINE__); };
   std::shared_ptr<KVCache> cache;
   if (kind == "DynamicCache") cache = std::make_shared<DynamicCache>();
@@ -114,104 +114,105 @@ namespace {
 
 // The cache of a rule that only the class Cache has.
 template <typename Cache>
-std::shared_ptr<Cache> made_as(const HeldCache& held, const char* name) {
-  auto cache = std::dynamic_pointer_cast<Cache>(held.make());
-  ATTNPACK_CHECK(cache, "kind: got ", held.kind, ", want a ", name);
+std::shared_ptr<Cache> made_as(const CacheSnapshot& snapshot, const char* name) {
+  auto cache = std::dynamic_pointer_cast<Cache>(snapshot.make());
+  ATTNPACK_CHECK(cache, "kind: got ", snapshot.kind, ", want a ", name);
   return cache;
 }
 
 }  // namespace
 
-Room cache_reserve(const HeldCache& held, const Tensor& key, const Tensor& value,
+Room cache_reserve(const CacheSnapshot& snapshot, const Tensor& key, const Tensor& value,
                    const std::optional<Tensor>& new_lens) {
-  const auto cache = held.make();
+  const auto cache = snapshot.make();
   const auto room = cache->reserve_valid(key, value, new_lens);
   return with_state(*cache, room);
 }
 
-Room cache_reserve_latents(const HeldCache& held, const Tensor& latents, int64_t kv_lora_rank) {
-  const auto cache = held.make();
+Room cache_reserve_latents(const CacheSnapshot& snapshot, const Tensor& latents, int64_t kv_lora_rank) {
+  const auto cache = snapshot.make();
   const auto room = cache->reserve_latents(latents, kv_lora_rank);
   return with_state(*cache, room);
 }
 
-Room cache_reserve_index(const HeldCache& held, const Tensor& key) {
-  const auto cache = made_as<IndexedCache>(held, "LatentCache or SparseCache");
+Room cache_reserve_index(const CacheSnapshot& snapshot, const Tensor& key) {
+  const auto cache = made_as<IndexedCache>(snapshot, "LatentCache or SparseCache");
   const auto room = cache->reserve_index(key);
   return with_state(*cache, room);
 }
 
-Changed cache_keep_sums(const HeldCache& held, int64_t block, SymInt new_len) {
-  const auto cache = made_as<SparseCache>(held, "SparseCache");
+Changed cache_keep_sums(const CacheSnapshot& snapshot, int64_t block, SymInt new_len) {
+  const auto cache = made_as<SparseCache>(snapshot, "SparseCache");
   cache->keep_sums(block, new_len);
   return state_of(*cache);
 }
 
-Changed cache_commit(const HeldCache& held, SymInt new_len, const std::optional<Tensor>& new_lens) {
-  return changed(held, [&](KVCache& cache) { cache.commit(new_len, new_lens); });
+Changed cache_commit(const CacheSnapshot& snapshot, SymInt new_len, const std::optional<Tensor>& new_lens) {
+  return changed(snapshot, [&](KVCache& cache) { cache.commit(new_len, new_lens); });
 }
 
-Changed cache_reset(const HeldCache& held) {
-  return changed(held, [](KVCache& cache) { cache.reset(); });
+Changed cache_reset(const CacheSnapshot& snapshot) {
+  return changed(snapshot, [](KVCache& cache) { cache.reset(); });
 }
 
-Changed cache_crop(const HeldCache& held, SymInt n) {
-  return changed(held, [&](KVCache& cache) { cache.crop(n); });
+Changed cache_crop(const CacheSnapshot& snapshot, SymInt n) {
+  return changed(snapshot, [&](KVCache& cache) { cache.crop(n); });
 }
 
-Changed cache_reorder(const HeldCache& held, const Tensor& index) {
-  return changed(held, [&](KVCache& cache) { cache.reorder(index); });
+Changed cache_reorder(const CacheSnapshot& snapshot, const Tensor& index) {
+  return changed(snapshot, [&](KVCache& cache) { cache.reorder(index); });
 }
 
-Changed cache_store(const HeldCache& held, const Tensor& key, const Tensor& value,
+Changed cache_store(const CacheSnapshot& snapshot, const Tensor& key, const Tensor& value,
                     const std::optional<Tensor>& kv_lens) {
-  const auto cache = made_as<CrossCache>(held, "CrossCache");
+  const auto cache = made_as<CrossCache>(snapshot, "CrossCache");
   cache->store(key, value, kv_lens);
   return state_of(*cache);
 }
 
-void cache_check_call(const HeldCache& held, const Tensor& x, const std::optional<Tensor>& context) {
-  made_as<CrossCache>(held, "CrossCache")->check_call(x, context);
+void cache_check_call(const CacheSnapshot& snapshot, const Tensor& x, const std::optional<Tensor>& context) {
+  made_as<CrossCache>(snapshot, "CrossCache")->check_call(x, context);
 }
 
-Tensors cache_states(const HeldCache& held, SymInt batch, at::IntArrayRef conv_shape, at::IntArrayRef state_shape) {
-  const auto states = made_as<RecurrentCache>(held, "RecurrentCache")->states(batch, conv_shape, state_shape);
+Tensors cache_states(const CacheSnapshot& snapshot, SymInt batch, at::IntArrayRef conv_shape,
+                     at::IntArrayRef state_shape) {
+  const auto states = made_as<RecurrentCache>(snapshot, "RecurrentCache")->states(batch, conv_shape, state_shape);
   Tensors result;
   for (const auto* part : {&states.conv, &states.state})
     if (part->defined()) result.push_back(*part);
   return result;
 }
 
-Changed cache_advance(const HeldCache& held, const std::optional<Tensor>& conv_state,
+Changed cache_advance(const CacheSnapshot& snapshot, const std::optional<Tensor>& conv_state,
                       const std::optional<Tensor>& state, SymInt new_len, const std::optional<Tensor>& new_lens) {
-  const auto cache = made_as<RecurrentCache>(held, "RecurrentCache");
+  const auto cache = made_as<RecurrentCache>(snapshot, "RecurrentCache");
   cache->advance({conv_state.value_or(Tensor()), state.value_or(Tensor())}, new_len, new_lens);
   return state_of(*cache);
 }
 
-Changed cache_fork(const HeldCache& held, const Tensor& index) {
-  return state_of(*made_as<PagedCache>(held, "PagedCache")->fork(index));
+Changed cache_fork(const CacheSnapshot& snapshot, const Tensor& index) {
+  return state_of(*made_as<PagedCache>(snapshot, "PagedCache")->fork(index));
 }
 
-Changed cache_release(const HeldCache& held, const Tensor& rows) {
-  const auto cache = made_as<PagedCache>(held, "PagedCache");
+Changed cache_release(const CacheSnapshot& snapshot, const Tensor& rows) {
+  const auto cache = made_as<PagedCache>(snapshot, "PagedCache");
   cache->release(rows);
   return state_of(*cache);
 }
 
-Changed cache_give_back(const HeldCache& held) {
-  const auto cache = made_as<PagedCache>(held, "PagedCache");
+Changed cache_give_back(const CacheSnapshot& snapshot) {
+  const auto cache = made_as<PagedCache>(snapshot, "PagedCache");
   cache->give_back();
   return state_of(*cache);
 }
 
-Changed cache_clone(const HeldCache& held) { return state_of(*held.make()->clone()); }
+Changed cache_clone(const CacheSnapshot& snapshot) { return state_of(*snapshot.make()->clone()); }
 
-Numbers cache_len(const HeldCache& held) { return {held.make()->sym_len()}; }
+Numbers cache_len(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_len()}; }
 
-Numbers cache_nbytes(const HeldCache& held) { return {held.make()->sym_nbytes()}; }
+Numbers cache_nbytes(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_nbytes()}; }
 
-Numbers cache_nbytes_allocated(const HeldCache& held) { return {held.make()->sym_nbytes_allocated()}; }
+Numbers cache_nbytes_allocated(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_nbytes_allocated()}; }
 
 std::vector<std::string> room_names() {
   std::vector<std::string> names, numbers;
@@ -222,10 +223,10 @@ std::vector<std::string> room_names() {
   return names;
 }
 
-Changed cache_part(const HeldCache& held, std::string_view name) {
+Changed cache_part(const CacheSnapshot& snapshot, std::string_view name) {
   Changed part;
   bool known = false;
-  show_parts(*held.make(), [&](const char* shown, const auto& read) {
+  show_parts(*snapshot.make(), [&](const char* shown, const auto& read) {
     if (name != shown) return;
     known = true;
     const auto value = read();
@@ -235,19 +236,19 @@ Changed cache_part(const HeldCache& held, std::string_view name) {
       std::get<Numbers>(part).emplace_back(value);
     }
   });
-  ATTNPACK_CHECK(known, "name: got ", name, ", want something that a ", held.kind, " has");
+  ATTNPACK_CHECK(known, "name: got ", name, ", want something that a ", snapshot.kind, " has");
   return part;
 }
 
-Tensors cache_views(const HeldCache& held) {
-  const auto cache = held.make();
+Tensors cache_views(const CacheSnapshot& snapshot) {
+  const auto cache = snapshot.make();
   const auto key = cache->k();
   return key.defined() ? Tensors{key, cache->v()} : Tensors{};
 }
 
-Tensors cache_shared(const HeldCache& held, const Tensor& x, const std::optional<Tensor>& new_lens,
+Tensors cache_shared(const CacheSnapshot& snapshot, const Tensor& x, const std::optional<Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim) {
-  const auto shared = shared_keys(*held.make(), x, new_lens, num_kv_heads, head_dim, v_head_dim);
+  const auto shared = shared_keys(*snapshot.make(), x, new_lens, num_kv_heads, head_dim, v_head_dim);
   return {shared.key, shared.value, shared.lengths};
 }
 

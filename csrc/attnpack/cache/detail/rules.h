@@ -15,7 +15,7 @@
 namespace attnpack {
 
 // A cache as the arguments of an op: the name of its class, and the members of its CacheState.
-struct HeldCache {
+struct CacheSnapshot {
   std::string_view kind;
   at::TensorList tensors;  // none: a new DynamicCache or LatentCache
   c10::SymIntArrayRef numbers;
@@ -34,48 +34,49 @@ using Room = std::tuple<Tensors, Numbers, OptionalTensors, Numbers>;
 // The names of these tensors and numbers, in this order.
 std::vector<std::string> room_names();
 
-Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value,
+Room cache_reserve(const CacheSnapshot& snapshot, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& new_lens);
-Room cache_reserve_latents(const HeldCache& held, const at::Tensor& latents, int64_t kv_lora_rank);
-Changed cache_commit(const HeldCache& held, c10::SymInt new_len, const std::optional<at::Tensor>& new_lens);
-Changed cache_reset(const HeldCache& held);
-Changed cache_crop(const HeldCache& held, c10::SymInt n);
-Changed cache_reorder(const HeldCache& held, const at::Tensor& index);
-Changed cache_clone(const HeldCache& held);
+Room cache_reserve_latents(const CacheSnapshot& snapshot, const at::Tensor& latents, int64_t kv_lora_rank);
+Changed cache_commit(const CacheSnapshot& snapshot, c10::SymInt new_len, const std::optional<at::Tensor>& new_lens);
+Changed cache_reset(const CacheSnapshot& snapshot);
+Changed cache_crop(const CacheSnapshot& snapshot, c10::SymInt n);
+Changed cache_reorder(const CacheSnapshot& snapshot, const at::Tensor& index);
+Changed cache_clone(const CacheSnapshot& snapshot);
 
 // For a CrossCache.
-Changed cache_store(const HeldCache& held, const at::Tensor& key, const at::Tensor& value,
+Changed cache_store(const CacheSnapshot& snapshot, const at::Tensor& key, const at::Tensor& value,
                     const std::optional<at::Tensor>& kv_lens);
-void cache_check_call(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& context);
+void cache_check_call(const CacheSnapshot& snapshot, const at::Tensor& x, const std::optional<at::Tensor>& context);
 
 // One number each. torch.compile takes no op that returns a number instead of a list.
-Numbers cache_len(const HeldCache& held);
-Numbers cache_nbytes(const HeldCache& held);
-Numbers cache_nbytes_allocated(const HeldCache& held);
+Numbers cache_len(const CacheSnapshot& snapshot);
+Numbers cache_nbytes(const CacheSnapshot& snapshot);
+Numbers cache_nbytes_allocated(const CacheSnapshot& snapshot);
 // The tensor or the number of that name which a kind of cache has; empty lists if the cache holds none yet.
-Changed cache_part(const HeldCache& held, std::string_view name);
+Changed cache_part(const CacheSnapshot& snapshot, std::string_view name);
 // k and v; nothing before the first append of a cache that grows.
-Tensors cache_views(const HeldCache& held);
+Tensors cache_views(const CacheSnapshot& snapshot);
 // Key, value and lengths (shared_keys).
-Tensors cache_shared(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
+Tensors cache_shared(const CacheSnapshot& snapshot, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim);
 
 // For a SparseCache or a LatentCache.
-Room cache_reserve_index(const HeldCache& held, const at::Tensor& key);
+Room cache_reserve_index(const CacheSnapshot& snapshot, const at::Tensor& key);
 // For a SparseCache.
-Changed cache_keep_sums(const HeldCache& held, int64_t block, c10::SymInt new_len);
+Changed cache_keep_sums(const CacheSnapshot& snapshot, int64_t block, c10::SymInt new_len);
 
 // For a RecurrentCache. The states for a call: those that it holds, or an empty list.
-Tensors cache_states(const HeldCache& held, c10::SymInt batch, at::IntArrayRef conv_shape, at::IntArrayRef state_shape);
-Changed cache_advance(const HeldCache& held, const std::optional<at::Tensor>& conv_state,
+Tensors cache_states(const CacheSnapshot& snapshot, c10::SymInt batch, at::IntArrayRef conv_shape,
+                     at::IntArrayRef state_shape);
+Changed cache_advance(const CacheSnapshot& snapshot, const std::optional<at::Tensor>& conv_state,
                       const std::optional<at::Tensor>& state, c10::SymInt new_len,
                       const std::optional<at::Tensor>& new_lens);
 
 // For a PagedCache.
-Changed cache_fork(const HeldCache& held, const at::Tensor& index);
-Changed cache_release(const HeldCache& held, const at::Tensor& rows);
-// The end of take_back: gives back the pages after the held positions.
-Changed cache_give_back(const HeldCache& held);
+Changed cache_fork(const CacheSnapshot& snapshot, const at::Tensor& index);
+Changed cache_release(const CacheSnapshot& snapshot, const at::Tensor& rows);
+// The end of take_back: gives back the pages after the snapshot positions.
+Changed cache_give_back(const CacheSnapshot& snapshot);
 
 // The state of an empty SlidingWindowCache.
 Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first);

@@ -37,7 +37,7 @@ std::vector<std::string> parts_of(const std::string& text) {
   return parts;
 }
 
-// The parts that the other rank has not said.
+// The parts that the other rank has not given.
 std::string without(const std::vector<std::string>& parts, const std::vector<std::string>& others) {
   std::string text;
   for (const auto& part : parts) {
@@ -70,10 +70,10 @@ uint64_t hash_of(std::string_view bytes) {
 }
 
 void agree(const std::string& what, const Group& group, at::Device device,
-           const std::vector<std::pair<std::string, std::string>>& said) {
+           const std::vector<std::pair<std::string, std::string>>& texts) {
   if (!compares(group, device)) return;
   auto text = what;
-  for (const auto& [name, value] : said) text += kBetween + name + " " + value;
+  for (const auto& [name, value] : texts) text += kBetween + name + " " + value;
   const auto rows = all_gather(row_of(text).to(device), group).cpu();
   const auto differing = rows.ne(rows[0]).any(1).nonzero().flatten();
   if (differing.numel() == 0) return;

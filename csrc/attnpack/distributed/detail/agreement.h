@@ -23,6 +23,6 @@ uint64_t hash_of(std::string_view bytes);
 // Raises on every rank, unless all ranks say the same of the call `what`. Ranks that mean different calls would wait
 // for each other, or give wrong results. It is one small collective, where ranks compare.
 void agree(const std::string& what, const Group& group, at::Device device,
-           const std::vector<std::pair<std::string, std::string>>& said);
+           const std::vector<std::pair<std::string, std::string>>& texts);
 
 }  // namespace attnpack::distributed

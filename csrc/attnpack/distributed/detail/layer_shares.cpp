@@ -51,9 +51,9 @@ class SharedHead : public LinearShare {
 
  private:
   // The logits [..., n] of all ranks as [..., vocab_size]. Shares may differ by one, so each is padded to the longest.
-  at::Tensor joined(const at::Tensor& own) const {
+  at::Tensor joined(const at::Tensor& local) const {
     const int64_t ranks = group_->getSize(), longest = (vocab_size_ + ranks - 1) / ranks;
-    const auto padded = at::constant_pad_nd(own, {0, longest - own.size(-1)});
+    const auto padded = at::constant_pad_nd(local, {0, longest - local.size(-1)});
     auto parts = gathered(padded.unsqueeze(0), group_, /*alike=*/true).unbind(0);
     for (int64_t rank = 0; rank < ranks; ++rank)
       parts[rank] = parts[rank].narrow(-1, 0, share_of(vocab_size_, ranks, rank).count);
@@ -69,23 +69,23 @@ class SharedTable : public EmbeddingShare {
   SharedTable(const Group& group, int64_t vocab_size)
       : group_(group), vocab_size_(vocab_size), head_(group, vocab_size) {}
 
-  at::Tensor look_up(const char* name, const at::Tensor& ids, const at::Tensor& own) const override {
-    check(name, ids, own);
+  at::Tensor look_up(const char* name, const at::Tensor& ids, const at::Tensor& local) const override {
+    check(name, ids, local);
     const auto share = share_of(vocab_size_, group_->getSize(), group_->getRank());
     const auto foreign = (ids < share.first).logical_or(ids >= share.first + share.count);
     // A rank without rows looks up one of zeros, so that its backward runs as that of the others.
-    const auto rows = share.count ? own : at::cat({own, own.new_zeros({1, own.size(1)})});
+    const auto rows = share.count ? local : at::cat({local, local.new_zeros({1, local.size(1)})});
     const auto found = at::embedding(rows, (ids - share.first).masked_fill(foreign, 0));
     return summed(found.masked_fill(foreign.unsqueeze(-1), 0), group_);
   }
 
-  at::Tensor logits(const at::Tensor& x, const at::Tensor& own) const override { return head_.forward(x, own, {}); }
+  at::Tensor logits(const at::Tensor& x, const at::Tensor& local) const override { return head_.forward(x, local, {}); }
 
   at::Tensor agreed(const at::Tensor& tokens) const override { return from_first(tokens, group_); }
 
  private:
-  void check(const char* name, const at::Tensor& ids, const at::Tensor& own) const {
-    const bool wants = own.requires_grad() && at::GradMode::is_enabled();
+  void check(const char* name, const at::Tensor& ids, const at::Tensor& local) const {
+    const bool wants = local.requires_grad() && at::GradMode::is_enabled();
     agree_on("a model", group_, ids.device(), {{name, shown(ids)}, {"gradients", wants ? "wanted" : "not wanted"}},
              [&] {
                if (ids.is_cpu()) check_vocabulary(name, ids, vocab_size_);

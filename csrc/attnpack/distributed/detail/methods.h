@@ -8,7 +8,7 @@
 namespace attnpack::distributed {
 
 // The ways of attention over a sequence that is sharded over the ranks: (out [B, Hq, n, Dv], lse [B, Hq, n]) of this
-// rank's n rows. The arguments are judged already, and all ranks have agreed on them. rules.kv_lens are those of the
+// rank's n rows. The arguments are checked already, and all ranks have agreed on them. rules.kv_lens are those of the
 // whole sequences.
 
 // Every rank has all compact kv heads, in one collective, and attends with its own rows.

@@ -54,9 +54,9 @@ PieceGradients backward_by_join(const RowsBefore& before, const at::Tensor& key,
   const at::AutoGradMode with_grad(true);
   const auto leaf = [](const at::Tensor& x) { return x.detach().requires_grad_(); };
   std::vector<at::Tensor> leaves{leaf(before.query), leaf(key), leaf(value)};
-  auto own = rules;
-  if (rules.sinks()) own.sinks(leaves.emplace_back(leaf(*rules.sinks())));
-  const auto [part, part_lse] = attend_piece(leaves[0], leaves[1], leaves[2], own, rows, keys);
+  auto local = rules;
+  if (rules.sinks()) local.sinks(leaves.emplace_back(leaf(*rules.sinks())));
+  const auto [part, part_lse] = attend_piece(leaves[0], leaves[1], leaves[2], local, rows, keys);
   const auto weight = (part_lse - before.lse).exp().masked_fill(part_lse.isinf(), 0).detach().unsqueeze(-1);
   const auto exact = weight.scalar_type();
   const auto grad_out = before.grad_out.to(exact);

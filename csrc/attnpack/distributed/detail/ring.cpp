@@ -17,27 +17,28 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // A piece of a rank's rows or keys, and where it begins among them.
-struct Held {
+struct LocalPiece {
   Piece piece;
   int64_t start;
 
   at::Tensor of(const at::Tensor& x) const { return x.narrow(2, start, piece.stop - piece.start); }
 };
 
-std::vector<Held> held_by(int64_t rank, int64_t length, const Group& group, Layout layout, const char* name) {
-  std::vector<Held> held;
+std::vector<LocalPiece> local_pieces(int64_t rank, int64_t length, const Group& group, Layout layout,
+                                     const char* name) {
+  std::vector<LocalPiece> found;
   int64_t start = 0;
   for (const auto& piece : pieces(layout, length, group->getSize(), rank, name)) {
-    held.push_back({piece, start});
+    found.push_back({piece, start});
     start += piece.stop - piece.start;
   }
-  return held;
+  return found;
 }
 
 // Pieces that see each other. `first`: the rows attend for the first time.
 struct Pair {
   size_t number;  // of the rows among this rank's pieces
-  Held rows, keys;
+  LocalPiece rows, keys;
   bool first;
 };
 
@@ -51,9 +52,9 @@ struct Ring : torch::CustomClassHolder {
   // Calls each(rank that a part comes from, part), the own one first; the next part travels meanwhile. Returns the part
   // that comes last.
   template <typename Each>
-  at::Tensor rounds(const at::Tensor& own, const Each& each) const {
+  at::Tensor rounds(const at::Tensor& local, const Each& each) const {
     const int64_t ranks = group->getSize(), rank = group->getRank();
-    auto held = own;
+    auto held = local;
     for (int64_t step = 0; step < ranks; ++step) {
       std::function<at::Tensor()> coming;
       if (step + 1 < ranks) coming = pass_on(held, group);
@@ -67,8 +68,8 @@ struct Ring : torch::CustomClassHolder {
   // state, and sinks join it once.
   std::vector<Pair> pairs(int64_t source, int64_t num_rows, int64_t num_keys) const {
     std::vector<Pair> found;
-    const auto rows = held_by(group->getRank(), num_rows, group, layout, "query");
-    const auto keys = held_by(source, num_keys, group, layout, "key");
+    const auto rows = local_pieces(group->getRank(), num_rows, group, layout, "query");
+    const auto keys = local_pieces(source, num_keys, group, layout, "key");
     for (size_t i = 0; i < rows.size(); ++i) {
       for (size_t turn = 0; turn < keys.size(); ++turn) {
         const size_t j = turn == 0 ? i : turn == i ? 0 : turn;  // the keys at the rows' place before the others
@@ -81,9 +82,9 @@ struct Ring : torch::CustomClassHolder {
 
   // The rules of a pair.
   AttentionOptions rules_of(const Pair& pair, const at::Tensor& sinks) const {
-    auto own = rules;
-    if (pair.first && sinks.defined()) own.sinks(sinks);
-    return own;
+    auto local = rules;
+    if (pair.first && sinks.defined()) local.sinks(sinks);
+    return local;
   }
 
   AttentionOptions rules;
@@ -135,7 +136,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     ATTNPACK_CHECK(!at::GradMode::is_enabled(),
                    "create_graph: got true for the backward of a ring over several processes, want false: second "
-                   "derivatives are not done there; take the method 'allgather' or 'ulysses'");
+                   "derivatives are not supported there; take the method 'allgather' or 'ulysses'");
     const auto saved = context->get_saved_variables();
     const auto &query = saved[0], &key = saved[1], &value = saved[2], &sinks = saved[3], &out = saved[4],
                &lse = saved[5];

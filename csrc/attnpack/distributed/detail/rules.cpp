@@ -50,24 +50,24 @@ std::string numbers(const std::optional<at::Tensor>& lens) {
 
 }  // namespace
 
-std::vector<std::pair<std::string, std::string>> said_of(const AttentionOptions& o) {
-  std::vector<std::pair<std::string, std::string>> said;
+std::vector<std::pair<std::string, std::string>> rule_texts(const AttentionOptions& o) {
+  std::vector<std::pair<std::string, std::string>> texts;
   ScoreRules::for_each_rule(o.rules(),
-                            [&](const char* name, const auto& rule) { said.emplace_back(name, text(rule)); });
-  said.emplace_back("kv_lens", numbers(o.kv_lens()));
-  return said;
+                            [&](const char* name, const auto& rule) { texts.emplace_back(name, text(rule)); });
+  texts.emplace_back("kv_lens", numbers(o.kv_lens()));
+  return texts;
 }
 
 void agree_on(const std::string& what, const Group& group, at::Device device,
-              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& validate) {
+              std::vector<std::pair<std::string, std::string>> texts, const std::function<void()>& validate) {
   std::exception_ptr failed;
   try {
     validate();
   } catch (const c10::Error& error) {
     failed = std::current_exception();
-    said.insert(said.begin(), {"error", error.what_without_backtrace()});
+    texts.insert(texts.begin(), {"error", error.what_without_backtrace()});
   }
-  agree(what, group, device, said);
+  agree(what, group, device, texts);
   if (failed) std::rethrow_exception(failed);
 }
 

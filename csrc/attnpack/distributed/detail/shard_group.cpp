@@ -12,8 +12,8 @@ namespace attnpack::distributed {
 
 RankRows rows_of(const std::vector<std::vector<int64_t>>& heads, int64_t num_heads, int64_t dim) {
   RankRows rows{num_heads * dim, {}};
-  for (const auto& own : heads)
-    rows.of.push_back((at::tensor(own, at::kLong).unsqueeze(1) * dim + at::arange(dim)).flatten());
+  for (const auto& local : heads)
+    rows.of.push_back((at::tensor(local, at::kLong).unsqueeze(1) * dim + at::arange(dim)).flatten());
   return rows;
 }
 
@@ -48,7 +48,7 @@ void ShardGroup::keep_inputs(Linear layer, const RankRows& rows) {
   });
 }
 
-void ShardGroup::reads_whole(Linear layer) {
+void ShardGroup::column_parallel(Linear layer) {
   if (!layer) return;
   then([layer, share = shared_outputs(group_, std::exchange(compares_, false))]() mutable { layer->share = share; });
 }
@@ -86,14 +86,14 @@ void ShardGroup::hook(const at::Tensor& parameter, const std::optional<RankRows>
   if (!parameter.defined() || !hooked_.insert(parameter.unsafeGetTensorImpl()).second) return;
   const bool wanted = parameter.requires_grad();
   parameter.set_requires_grad(true);  // a hook needs it, also that of a parameter which is frozen for now
-  parameter.register_hook(
-      [group = group_, index = rows ? own(*rows) : at::Tensor(), size = rows ? rows->size : 0](const at::Tensor& grad) {
-        if (!index.defined()) return all_reduce(grad, group);
-        auto sizes = grad.sizes().vec();
-        sizes[0] = size;
-        const auto here = index.to(grad.device());
-        return all_reduce(at::zeros(sizes, grad.options()).index_copy(0, here, grad), group).index_select(0, here);
-      });
+  parameter.register_hook([group = group_, index = rows ? local(*rows) : at::Tensor(),
+                           size = rows ? rows->size : 0](const at::Tensor& grad) {
+    if (!index.defined()) return all_reduce(grad, group);
+    auto sizes = grad.sizes().vec();
+    sizes[0] = size;
+    const auto here = index.to(grad.device());
+    return all_reduce(at::zeros(sizes, grad.options()).index_copy(0, here, grad), group).index_select(0, here);
+  });
   parameter.set_requires_grad(wanted);
 }
 

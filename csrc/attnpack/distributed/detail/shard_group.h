@@ -29,7 +29,7 @@ class ShardGroup {
   explicit ShardGroup(Group group) : group_(std::move(group)) {}
 
   const Group& group() const { return group_; }
-  int64_t count(const RankRows& rows) const { return own(rows).numel(); }
+  int64_t count(const RankRows& rows) const { return local(rows).numel(); }
 
   // This rank keeps its rows along `dim` of a parameter.
   void keep(ParameterOwner& owner, const std::string& name, const at::Tensor& whole, int64_t dim, RankRows rows);
@@ -37,7 +37,7 @@ class ShardGroup {
   void keep_outputs(Linear layer, const RankRows& rows);
   void keep_inputs(Linear layer, const RankRows& rows);
   // A layer that reads what all ranks have, for this rank's part.
-  void reads_whole(Linear layer);
+  void column_parallel(Linear layer);
   void keep_head(Linear layer);
   void keep_table(EmbeddingImpl& table);
 
@@ -60,7 +60,7 @@ class ShardGroup {
     TensorShares::Share share;
   };
 
-  const at::Tensor& own(const RankRows& rows) const { return rows.of[group_->getRank()]; }
+  const at::Tensor& local(const RankRows& rows) const { return rows.of[group_->getRank()]; }
   void check_ties(const torch::nn::Module& module) const;
   void hook(const at::Tensor& parameter, const std::optional<RankRows>& rows);
 

@@ -38,11 +38,11 @@ at::Tensor attend_sharded_keys(const at::Tensor& query, const at::Tensor& key, c
                                const at::Tensor& past, const std::optional<at::Tensor>& kv_lens,
                                const AttentionOptions& options, const Group& group) {
   const at::NoGradGuard no_grad;
-  auto own = options;
-  own.rules(options.rules().without_ranges()).alibi_slopes(std::nullopt).kv_lens(kv_lens);
-  own.mask(mask_of(query, key.size(2), past, options, group));
-  if (group->getRank() != 0) own.sinks(std::nullopt);  // a logit joins once
-  const auto [out, lse] = attnpack::attention_with_lse(query, key, value, own);
+  auto local = options;
+  local.rules(options.rules().without_ranges()).alibi_slopes(std::nullopt).kv_lens(kv_lens);
+  local.mask(mask_of(query, key.size(2), past, options, group));
+  if (group->getRank() != 0) local.sinks(std::nullopt);  // a logit joins once
+  const auto [out, lse] = attnpack::attention_with_lse(query, key, value, local);
   const auto parts = all_gather(at::cat({out.to(lse.dtype()), lse.unsqueeze(-1)}, -1).unsqueeze(0), group);
   const auto out_of = [&](int64_t rank) { return parts[rank].narrow(-1, 0, value.size(-1)); };
   const auto lse_of = [&](int64_t rank) { return parts[rank].select(-1, value.size(-1)).contiguous(); };

@@ -65,8 +65,8 @@ std::tuple<at::Tensor, at::Tensor> attend_ulysses(const at::Tensor& query, const
   std::vector<std::vector<at::Tensor>> parts;
   for (int64_t r = 0; r < ranks; ++r) {
     const auto share = shares.emplace_back(share_of(heads, ranks, r));
-    const auto& own = read.emplace_back(kv_heads_of(share, heads, size_of(key, 1), rules.head_map())).heads;
-    parts.push_back({query.narrow(1, share.first, share.count), select(key, own), select(value, own)});
+    const auto& local = read.emplace_back(kv_heads_of(share, heads, size_of(key, 1), rules.head_map())).heads;
+    parts.push_back({query.narrow(1, share.first, share.count), select(key, local), select(value, local)});
   }
   const auto kv_heads = static_cast<int64_t>(read[rank].heads.size());
   const std::vector<Shape> wanted{{batch, shares[rank].count, rows, size_of(query, 3)},
@@ -80,10 +80,10 @@ std::tuple<at::Tensor, at::Tensor> attend_ulysses(const at::Tensor& query, const
     whole.push_back(in_order(at::cat(each, 2), 2, layout, ranks));
   }
 
-  auto own = rules;
-  own.head_map(read[rank].map).sinks(cut(rules.sinks(), shares[rank]));
-  own.alibi_slopes(cut(rules.alibi_slopes(), shares[rank]));
-  const auto [out, lse] = attnpack::attention_with_lse(whole[0], whole[1], whole[2], own);
+  auto local = rules;
+  local.head_map(read[rank].map).sinks(cut(rules.sinks(), shares[rank]));
+  local.alibi_slopes(cut(rules.alibi_slopes(), shares[rank]));
+  const auto [out, lse] = attnpack::attention_with_lse(whole[0], whole[1], whole[2], local);
   const auto back = [&, order = rank_order(layout, rows, ranks, query.device())](const at::Tensor& x) {
     const auto dealt = layout == Layout::kContiguous ? x : x.index_select(2, order);
     std::vector<std::vector<at::Tensor>> given;

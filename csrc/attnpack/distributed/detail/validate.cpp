@@ -39,14 +39,14 @@ void validate(const at::Tensor& query, const at::Tensor& key, const at::Tensor& 
 void agree_on_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Group& group,
                         const AttentionOptions& options, Layout layout, Method method,
                         const std::function<void()>& refuse) {
-  std::vector<std::pair<std::string, std::string>> said{{"query", shown(query)},
-                                                        {"key", shown(key)},
-                                                        {"value", shown(value)},
-                                                        {"layout", name_of(layout)},
-                                                        {"method", name_of(method)}};
-  const auto rules = said_of(options);
-  said.insert(said.end(), rules.begin(), rules.end());
-  agree_on("attention", group, query.device(), said, [&] {
+  std::vector<std::pair<std::string, std::string>> texts{{"query", shown(query)},
+                                                         {"key", shown(key)},
+                                                         {"value", shown(value)},
+                                                         {"layout", name_of(layout)},
+                                                         {"method", name_of(method)}};
+  const auto rules = rule_texts(options);
+  texts.insert(texts.end(), rules.begin(), rules.end());
+  agree_on("attention", group, query.device(), texts, [&] {
     refuse();
     validate(query, key, value, group, options, layout);
   });

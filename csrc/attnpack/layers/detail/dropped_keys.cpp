@@ -70,14 +70,16 @@ AttentionResult attend_first(const PlacedTokens& tokens, const CacheTensors& cac
 
 }  // namespace
 
-AttentionResult attend_kept(const PlacedTokens& tokens, const CacheTensors& cache, const AttentionArguments& args) {
+AttentionResult attend_first_and_window(const PlacedTokens& tokens, const CacheTensors& cache,
+                                        const AttentionArguments& args) {
   const auto [recent, recent_lse] = attention_op(tokens.query, tokens.key, tokens.value, args);
   if (cache.keep_first == 0) return {recent, recent_lse};
   const auto [first, first_lse] = attend_first(tokens, cache, args);
   return merge_states(recent, recent_lse, first, first_lse);
 }
 
-Tensor kept_probabilities(const PlacedTokens& tokens, const CacheTensors& cache, const AttentionArguments& args) {
+Tensor first_and_window_probabilities(const PlacedTokens& tokens, const CacheTensors& cache,
+                                      const AttentionArguments& args) {
   const Tensor recent = scores_formula(tokens.query, tokens.key, args, "probs");
   if (cache.keep_first == 0) return recent;
   const FirstKeys first_part = first_keys(tokens, cache, args);

@@ -25,9 +25,11 @@ Tensor mask_of_slots(const Tensor& mask, const CacheTensors& cache);
 
 // Attention over the slots, and over the kept first positions before each query's window: out [B, Hq, L, Dv] and lse
 // [B, Hq, L]. args: those of a call over all slots.
-AttentionResult attend_kept(const PlacedTokens& tokens, const CacheTensors& cache, const AttentionArguments& args);
+AttentionResult attend_first_and_window(const PlacedTokens& tokens, const CacheTensors& cache,
+                                        const AttentionArguments& args);
 
 // Its probabilities, [B, Hq, L, slots].
-Tensor kept_probabilities(const PlacedTokens& tokens, const CacheTensors& cache, const AttentionArguments& args);
+Tensor first_and_window_probabilities(const PlacedTokens& tokens, const CacheTensors& cache,
+                                      const AttentionArguments& args);
 
 }  // namespace attnpack

@@ -7,7 +7,7 @@
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/dropped_keys.h>
 #include <attnpack/layers/detail/mask_columns.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/ops/kv_cache.h>
 
 namespace attnpack {
@@ -90,8 +90,8 @@ Tensor with_new_rows(const Tensor& cache, const Tensor& rows, const Tensor& past
 
 namespace {
 
-// Where tokens without a cache stand, if they are a part of a sequence that is spread over processes.
-Placement spread_placement(const Spread& over, const NewTokens& tokens, Placement place) {
+// Where tokens without a cache stand, if they are a part of a sequence that is sharded over processes.
+Placement shard_placement(const ShardedAttention& over, const NewTokens& tokens, Placement place) {
   const auto device = tokens.query.device();
   if (!place.positions) place.positions = over.positions(tokens.query.size(2)).to(device);
   if (place.cross) place.keys_at = over.positions(tokens.key.size(2)).to(device);
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::opt
   check_defined("query", tokens.query);
   check_defined("key", tokens.key);
   std::optional<Placement> part;
-  if (const auto* over = spread(); over && rope && !given.past) part = spread_placement(*over, tokens, given);
+  if (const auto* over = sharded_attention(); over && rope && !given.past) part = shard_placement(*over, tokens, given);
   const Placement& place = part ? *part : given;
   check_positions(place.positions, tokens.query);  // also if nothing rotates
   if (!rope) return {tokens.query, tokens.key};

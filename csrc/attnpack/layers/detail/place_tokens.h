@@ -26,14 +26,14 @@ struct NewTokens {
   std::optional<c10::SymInt> rotated_dims = std::nullopt;
 };
 
-// Rotates, and appends to the cache if there is one. `check` judges the keys and values that attention is to read, with
-// their kv_lens. Everything is checked before the cache is written. Gradients flow only into the new rows.
+// Rotates, and appends to the cache if there is one. `check` is asked about the keys and values that attention is to
+// read, with their kv_lens. Everything is checked before the cache is written. Gradients flow only into the new rows.
 PlacedTokens place_tokens(
     const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
     c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check);
 
 // Rotates queries over a cache that has their tokens' keys already, and reads it. The last query stands at the last
-// position. `check` judges the keys and values.
+// position. `check` is asked about the keys and values.
 PlacedTokens place_queries(const Tensor& query, const CacheTensors& cache, const LayerArguments& args,
                            c10::function_ref<void(const Tensor& key, const Tensor& value)> check);
 

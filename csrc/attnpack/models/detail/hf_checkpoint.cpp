@@ -94,7 +94,7 @@ void HfCheckpoint::add(const std::string& stored, const std::vector<HfPart>& par
   plain_ = plain_ && parts.size() == 1 && parts[0].name == stored && !parts[0].cut && scales.empty();
   for (const auto& part : parts) {
     const bool is_new = sources_[part.name].emplace(part.piece, Piece{stored, scales, part.cut}).second;
-    refuse_unless(is_new, path_, ": has ", brief(part.name), " twice, once as ", brief(stored), "; ", kGetAgain);
+    refuse_unless(is_new, path_, ": has ", excerpt(part.name), " twice, once as ", excerpt(stored), "; ", kGetAgain);
   }
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <attnpack/models/detail/checkpoint_checks.h>
 #include <attnpack/models/detail/hf_parts.h>
 #include <attnpack/models/detail/hf_quantization.h>
-#include <attnpack/models/detail/whole_checkpoint.h>
 #include <attnpack/weights/detail/safetensors_file.h>
 
 #include <functional>
@@ -19,7 +19,7 @@ class HfCheckpoint {
  public:
   using Files = std::map<std::string, std::shared_ptr<SafetensorsFile>>;
 
-  // Opens the files and checks sizes; check_whole compares all shapes.
+  // Opens the files and checks sizes; check_checkpoint_tensors compares all shapes.
   explicit HfCheckpoint(std::string directory, std::optional<int64_t> max_positions = std::nullopt);
 
   const std::string& path() const { return path_; }

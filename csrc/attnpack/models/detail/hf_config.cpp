@@ -25,7 +25,7 @@ void check_supported(const HfSettings& config, const std::set<std::string_view>&
   for (const auto& [name, off] : kUnsupported) {
     const auto& value = config.get(name);
     if (honoured.count(name)) continue;
-    config.check(value.is_null() || (off && number_in(value) == off), name, " = ", brief(shown(value)),
+    config.check(value.is_null() || (off && number_in(value) == off), name, " = ", excerpt(shown(value)),
                  " in config.json is not supported yet");
   }
 }
@@ -68,7 +68,7 @@ const HfFamily& hf_family(const HfSettings& config) {
                                   [&](const auto& family) { return family.model_type == config.model_type(); });
   std::string known;
   for (const auto& family : families) (known += known.empty() ? "" : ", ") += family.model_type;
-  config.check(found != families.end(), "model_type ", brief(shown(config.get("model_type"))),
+  config.check(found != families.end(), "model_type ", excerpt(shown(config.get("model_type"))),
                " is not supported; from_hf reads ", known);
   return *found;
 }

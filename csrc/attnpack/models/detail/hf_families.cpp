@@ -4,7 +4,6 @@
 #include <attnpack/models/detail/hf_config.h>
 #include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
-#include <attnpack/models/detail/hf_hybrid_families.h>
 
 namespace attnpack {
 
@@ -158,17 +157,13 @@ void configure_qwen3_moe(const HfSettings& config, Options& o) {
 // Latent attention, and experts beside a shared one.
 void configure_deepseek(const HfSettings& config, Options& o) {
   const bool third = config.model_type() == "deepseek_v3";
-  config.check(*o.num_kv_heads() == o.num_heads(), "num_key_value_heads in config.json is ", *o.num_kv_heads(),
-               ", but latent attention has as many as num_attention_heads");
-  for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others
-  MultiHeadLatentAttentionOptions latent(1, 1);
-  latent.kv_lora_rank(config.size("kv_lora_rank", 512))
-      .qk_nope_head_dim(config.size("qk_nope_head_dim", 128))
-      .qk_rope_head_dim(config.size("qk_rope_head_dim", 64))
-      .v_head_dim(config.size("v_head_dim", 128));
-  if (!config.has("q_lora_rank") || !config.get("q_lora_rank").is_null())
-    latent.q_lora_rank(config.size("q_lora_rank", 1536));
-  o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+  set_latent(config, o,
+             MultiHeadLatentAttentionOptions(1, 1)
+                 .kv_lora_rank(512)
+                 .q_lora_rank(1536)
+                 .qk_nope_head_dim(128)
+                 .qk_rope_head_dim(64)
+                 .v_head_dim(128));
   o.rope_interleaved(!third || config.is_on("rope_interleave", true));
   config.refuse_if_set("mlp_bias");
   check_silu(config);
@@ -202,6 +197,13 @@ const HfAliases kOfGpt2{{"hidden_size", "n_embd", true},         {"max_position_
                         {"num_attention_heads", "n_head", true}, {"num_hidden_layers", "n_layer", true},
                         {"intermediate_size", "n_inner"},        {"hidden_act", "activation_function"},
                         {"rms_norm_eps", "layer_norm_epsilon"}};
+const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
+                        {"norm_topk_prob", "moe_renormalize", true},
+                        {"n_group", "num_expert_group", true},
+                        {"num_local_experts", "num_experts", true},
+                        {"num_experts_per_tok", "num_experts_per_token", true},
+                        {"n_shared_experts", "num_shared_experts", true}};
+const HfAliases kOfLfm2{{"rms_norm_eps", "norm_eps"}};
 const HfAliases kOfGemma{{"hidden_act", "hidden_activation"}};
 const HfAliases kOfStarcoder2{{"rms_norm_eps", "norm_epsilon"}};
 const HfAliases kOfLayerNorm{{"rms_norm_eps", "layer_norm_eps"}};
@@ -213,7 +215,7 @@ const HfAliases kOfFalcon{
 }  // namespace
 
 const std::vector<HfFamily>& hf_families() {
-  static const std::vector<HfFamily> own = {
+  static const std::vector<HfFamily> families = {
       // model_type, configure, names of the tensors, names of the settings, eps, tied embeddings, what it honours
       {"llama", configure_llama},
       {"mistral", configure_mistral},
@@ -289,12 +291,32 @@ const std::vector<HfFamily>& hf_families() {
        .configure = configure_mistral4,
        .parts = packed_experts_parts,
        .honours = {"partial_rotary_factor"}},
+      {.model_type = "qwen3_5_text",
+       .configure = configure_qwen_hybrid,
+       .parts = qwen_hybrid_parts,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "qwen3_next",
+       .configure = configure_qwen3_next,
+       .parts = qwen3_next_parts,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "olmo_hybrid", .configure = configure_olmo_hybrid, .parts = olmo_hybrid_parts},
+      {.model_type = "kimi_linear",
+       .configure = configure_kimi_linear,
+       .parts = kimi_linear_parts,
+       .aliases = kOfKimi,
+       .eps = 1e-5},
+      {.model_type = "bamba",
+       .configure = configure_bamba,
+       .parts = bamba_parts,
+       .eps = 1e-5,
+       .honours = {"partial_rotary_factor"}},
+      {.model_type = "lfm2",
+       .configure = configure_lfm2,
+       .parts = lfm2_parts,
+       .aliases = kOfLfm2,
+       .eps = 1e-5,
+       .tied = true},
   };
-  static const std::vector<HfFamily> families = [] {
-    auto all = own;
-    for (const auto& family : hf_hybrid_families()) all.push_back(family);
-    return all;
-  }();
   return families;
 }
 

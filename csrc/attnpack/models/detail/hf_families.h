@@ -52,6 +52,14 @@ void set_rotated_part(const HfSettings& config, CausalLMOptions& options, double
 // Granite's factors on embeddings, residuals, scores and logits.
 void set_multipliers(const HfSettings& config, CausalLMOptions& options);
 
+// Latent attention in every layer by the settings of DeepSeek's names; `latent` has the usual sizes, for those that are
+// absent. A q_lora_rank of null means queries without a latent.
+void set_latent(const HfSettings& config, CausalLMOptions& options, MultiHeadLatentAttentionOptions latent);
+
+// Layers of Mamba-2 where layer_types says so, in all where it is absent; sizes by the names that Bamba and Granite 4
+// share.
+void set_mamba_layers(const HfSettings& config, CausalLMOptions& options);
+
 // The growth of the scores of Ministral 3 and Mistral 4, whose numbers stand beside those of the RoPE.
 std::optional<QueryScale> log_query_scale(const HfSettings& config);
 

@@ -25,8 +25,8 @@ std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_
   const auto* list = kinds.as<Json::List>();
   config.check(
       list && static_cast<int64_t>(list->size()) == layers && std::all_of(list->begin(), list->end(), is_known),
-      setting, " in config.json is ", brief(shown(kinds)), ", wants '", *other.begin(), "' or '", *wanted_kind.begin(),
-      "' for each of ", layers, " layers");
+      setting, " in config.json is ", excerpt(shown(kinds)), ", wants '", *other.begin(), "' or '",
+      *wanted_kind.begin(), "' for each of ", layers, " layers");
   std::vector<bool> found(list->size());
   std::transform(list->begin(), list->end(), found.begin(), is_wanted);
   return found;
@@ -62,7 +62,7 @@ std::string activation(const HfSettings& config, const char* usual, const std::m
   const auto found = known.find(value.is_null() ? usual : word ? *word : "");
   std::string names;
   for (const auto& [name, ours] : known) names += (names.empty() ? "" : ", ") + in_quotes(name);
-  config.check(found != known.end(), config.called("hidden_act"), " ", brief(shown(value)),
+  config.check(found != known.end(), config.called("hidden_act"), " ", excerpt(shown(value)),
                " in config.json is not supported; readable are ", names);
   return found->second;
 }
@@ -73,7 +73,7 @@ std::optional<int64_t> window_size(const HfSettings& config, std::optional<int64
   const auto& value = config.get("sliding_window");
   if (value.is_null()) return config.has("sliding_window") ? std::nullopt : usual;
   const auto* size = value.as<int64_t>();
-  config.check(size && *size >= 1, "sliding_window in config.json is ", brief(shown(value)),
+  config.check(size && *size >= 1, "sliding_window in config.json is ", excerpt(shown(value)),
                ", wants an int of at least 1, or null");
   return *size;
 }
@@ -102,7 +102,7 @@ void set_window(const HfSettings& config, CausalLMOptions& options, std::optiona
   const auto given = sliding_layers(config, options.num_layers());
   const auto agrees = [&](bool slides) { return slides == size.has_value(); };
   config.check(!given || std::all_of(given->begin(), given->end(), agrees), "layer_types in config.json is ",
-               brief(shown(config.get("layer_types"))), ", which transformers does not honour for ",
+               excerpt(shown(config.get("layer_types"))), ", which transformers does not honour for ",
                config.model_type(), ": there ", size ? "every layer has" : "no layer has",
                " the window; take layer_types out of config.json");
   if (size) options.window(Window{*size - 1, 0});
@@ -170,6 +170,21 @@ std::optional<QueryScale> log_query_scale(const HfSettings& config) {
       .original_max_position_embeddings(config.as_number("original_max_position_embeddings", length));
 }
 
+void set_latent(const HfSettings& config, CausalLMOptions& options, MultiHeadLatentAttentionOptions latent) {
+  config.check(*options.num_kv_heads() == options.num_heads(), "num_key_value_heads in config.json is ",
+               *options.num_kv_heads(), ", but latent attention has as many as num_attention_heads");
+  for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others
+  latent.kv_lora_rank(config.size("kv_lora_rank", latent.kv_lora_rank()))
+      .qk_nope_head_dim(config.size("qk_nope_head_dim", latent.qk_nope_head_dim()))
+      .qk_rope_head_dim(config.size("qk_rope_head_dim", latent.qk_rope_head_dim()))
+      .v_head_dim(config.size("v_head_dim", latent.v_head_dim()));
+  if (config.has("q_lora_rank")) {
+    const bool none = config.get("q_lora_rank").is_null();
+    latent.q_lora_rank(none ? std::nullopt : std::make_optional(config.size("q_lora_rank")));
+  }
+  options.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+}
+
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t)>& is_dense) {
   auto& layers = layers_of(options);
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) layers[layer].experts(!is_dense(layer));
@@ -192,7 +207,7 @@ std::string plain_activation(const HfSettings& config, const char* usual) {
 
 void check_silu(const HfSettings& config) {
   const auto& value = config.get("hidden_act");
-  config.check(value.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", brief(shown(value)),
+  config.check(value.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", excerpt(shown(value)),
                " in config.json is not supported; it must be 'silu'");
 }
 

@@ -1,5 +1,3 @@
-#include <attnpack/models/detail/hf_hybrid_families.h>
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -7,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
 
 // Families in which most layers are recurrent: delta rules, Mamba-2 and short convolutions, with attention every few
@@ -62,7 +61,7 @@ RecurrentSettings mamba_settings(const HfSettings& config, const Options& o) {
     const auto* real = (*limits)[i].as<double>();
     const auto* whole = (*limits)[i].as<int64_t>();
     const double limit = real ? *real : whole ? static_cast<double>(*whole) : 0;
-    config.check(limit == 0, "time_step_limit in config.json is ", brief(shown(config.get("time_step_limit"))),
+    config.check(limit == 0, "time_step_limit in config.json is ", excerpt(shown(config.get("time_step_limit"))),
                  ", wants 0 and infinity: steps are not limited here");
   }
   return RecurrentSettings()
@@ -75,6 +74,8 @@ RecurrentSettings mamba_settings(const HfSettings& config, const Options& o) {
       .conv_bias(config.is_on("mamba_conv_bias", true))
       .bias(config.is_on("mamba_proj_bias"));
 }
+
+}  // namespace
 
 void configure_qwen_hybrid(const HfSettings& config, Options& o) {
   check_silu(config);
@@ -126,6 +127,8 @@ void configure_olmo_hybrid(const HfSettings& config, Options& o) {
     if (!recurrent[layer]) layers[layer].layout("output");
 }
 
+namespace {
+
 // The layers that the list of 1-based numbers names.
 std::vector<bool> numbered_layers(const HfSettings& config, const Json& numbers, int64_t layers) {
   std::vector<bool> found(layers);
@@ -133,26 +136,23 @@ std::vector<bool> numbered_layers(const HfSettings& config, const Json& numbers,
   for (size_t i = 0; list && i < list->size(); ++i) {
     const auto* number = (*list)[i].as<int64_t>();
     config.check(number && *number >= 1 && *number <= layers, "linear_attn_config in config.json names layer ",
-                 brief(shown((*list)[i])), ", wants 1 to ", layers);
+                 excerpt(shown((*list)[i])), ", wants 1 to ", layers);
     found[*number - 1] = true;
   }
   return found;
 }
 
+}  // namespace
+
 void configure_kimi_linear(const HfSettings& config, Options& o) {
   check_silu(config);
-  config.check(*o.num_kv_heads() == o.num_heads(), "num_key_value_heads in config.json is ", *o.num_kv_heads(),
-               ", but latent attention has as many as num_attention_heads");
-  for (const char* name : {"head_dim", "qk_head_dim", "mla_use_nope", "moe_layer_freq", "use_grouped_topk"})
+  for (const char* name : {"mla_use_nope", "moe_layer_freq", "use_grouped_topk"})
     config.get(name);  // they follow from the others
   config.check_word("moe_router_activation_func", "sigmoid");
-  MultiHeadLatentAttentionOptions latent(1, 1);
-  latent.kv_lora_rank(config.size("kv_lora_rank", 512))
-      .qk_nope_head_dim(config.size("qk_nope_head_dim", 128))
-      .qk_rope_head_dim(config.size("qk_rope_head_dim", 64))
-      .v_head_dim(config.size("v_head_dim", 128));
-  if (!config.get("q_lora_rank").is_null()) latent.q_lora_rank(config.size("q_lora_rank"));
-  o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+  set_latent(
+      config, o,
+      MultiHeadLatentAttentionOptions(1, 1).kv_lora_rank(512).qk_nope_head_dim(128).qk_rope_head_dim(64).v_head_dim(
+          128));
   o.position_embedding("none");
 
   // Released checkpoints have the sizes of recurrent layers in an object of their own.
@@ -221,6 +221,8 @@ void configure_lfm2(const HfSettings& config, Options& o) {
                        }));
 }
 
+namespace {
+
 // Which layers are Mamba's, by the words of transformers or by those of older checkpoints.
 std::vector<bool> mamba_layers(const HfSettings& config, int64_t layers) {
   config.get("layers_block_type");  // some configurations have both
@@ -228,6 +230,8 @@ std::vector<bool> mamba_layers(const HfSettings& config, int64_t layers) {
   return layers_of_kind(config, layers, {"mamba", "linear_attention"}, {"attention", "full_attention"}, name)
       .value_or(std::vector<bool>(layers, true));
 }
+
+}  // namespace
 
 // Bamba, whose layers of Mamba are those that attn_layer_indices does not name.
 void configure_bamba(const HfSettings& config, Options& o) {
@@ -244,6 +248,8 @@ void configure_bamba(const HfSettings& config, Options& o) {
   }
   set_recurrent_layers(o, mamba_settings(config, o), mamba);
 }
+
+namespace {
 
 // The name with the first of these words replaced that it holds.
 std::string renamed(std::string name, const Replacements& words) {
@@ -267,6 +273,8 @@ std::vector<HfPart> piece_of(const std::string& name, std::string_view ours,
   }
   return {};
 }
+
+}  // namespace
 
 std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const Options& o) {
   if (name.starts_with("mtp.")) return {};  // what predicts a token further
@@ -365,49 +373,9 @@ std::vector<HfPart> bamba_parts(const std::string& name, const Options&) {
            nullptr}};
 }
 
-const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
-                        {"norm_topk_prob", "moe_renormalize", true},
-                        {"n_group", "num_expert_group", true},
-                        {"num_local_experts", "num_experts", true},
-                        {"num_experts_per_tok", "num_experts_per_token", true},
-                        {"n_shared_experts", "num_shared_experts", true}};
-const HfAliases kOfLfm2{{"rms_norm_eps", "norm_eps"}};
-
-}  // namespace
-
 void set_mamba_layers(const HfSettings& config, Options& o) {
   const auto settings = mamba_settings(config, o);
   set_recurrent_layers(o, settings, mamba_layers(config, o.num_layers()));
-}
-
-std::vector<HfFamily> hf_hybrid_families() {
-  return {
-      {.model_type = "qwen3_5_text",
-       .configure = configure_qwen_hybrid,
-       .parts = qwen_hybrid_parts,
-       .honours = {"partial_rotary_factor"}},
-      {.model_type = "qwen3_next",
-       .configure = configure_qwen3_next,
-       .parts = qwen3_next_parts,
-       .honours = {"partial_rotary_factor"}},
-      {.model_type = "olmo_hybrid", .configure = configure_olmo_hybrid, .parts = olmo_hybrid_parts},
-      {.model_type = "kimi_linear",
-       .configure = configure_kimi_linear,
-       .parts = kimi_linear_parts,
-       .aliases = kOfKimi,
-       .eps = 1e-5},
-      {.model_type = "bamba",
-       .configure = configure_bamba,
-       .parts = bamba_parts,
-       .eps = 1e-5,
-       .honours = {"partial_rotary_factor"}},
-      {.model_type = "lfm2",
-       .configure = configure_lfm2,
-       .parts = lfm2_parts,
-       .aliases = kOfLfm2,
-       .eps = 1e-5,
-       .tied = true},
-  };
 }
 
 }  // namespace attnpack

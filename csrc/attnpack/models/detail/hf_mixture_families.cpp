@@ -3,7 +3,6 @@
 #include <attnpack/models/detail/hf_config.h>
 #include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
-#include <attnpack/models/detail/hf_hybrid_families.h>
 
 namespace attnpack {
 
@@ -59,7 +58,7 @@ void configure_llama4(const HfSettings& config, Options& o) {
   const auto* size = config.get("attention_chunk_size").as<int64_t>();
   const bool absent = !config.has("attention_chunk_size");
   config.check(absent || (size ? *size >= 1 : config.get("attention_chunk_size").is_null()),
-               "attention_chunk_size in config.json is ", brief(shown(config.get("attention_chunk_size"))),
+               "attention_chunk_size in config.json is ", excerpt(shown(config.get("attention_chunk_size"))),
                ", wants an int of at least 1, or null");
   const auto chunk = absent ? std::make_optional<int64_t>(8192) : size ? std::make_optional(*size) : std::nullopt;
   const auto listed = layers_of_kind(config, o.num_layers(), {"chunked_attention"}, {"full_attention"});
@@ -101,22 +100,18 @@ void configure_llama4(const HfSettings& config, Options& o) {
 
 // DeepSeek's latent attention and experts, with scores that grow with the position.
 void configure_mistral4(const HfSettings& config, Options& o) {
-  for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others
   const auto rotated = config.size("qk_rope_head_dim", 64), fixed = config.size("qk_nope_head_dim", 64);
   const auto part = hf_rotated_part(config, static_cast<double>(rotated) / static_cast<double>(rotated + fixed));
   config.check(static_cast<int64_t>(part * static_cast<double>(rotated + fixed)) == rotated,
                "partial_rotary_factor = ", part, " in config.json does not give qk_rope_head_dim ", rotated);
-  config.check(*o.num_kv_heads() == o.num_heads(), "num_key_value_heads in config.json is ", *o.num_kv_heads(),
-               ", but latent attention has as many as num_attention_heads");
-  MultiHeadLatentAttentionOptions latent(1, 1);
-  latent.kv_lora_rank(config.size("kv_lora_rank", 256))
-      .qk_nope_head_dim(fixed)
-      .qk_rope_head_dim(rotated)
-      .v_head_dim(config.size("v_head_dim", 128))
-      .query_scale(log_query_scale(config));
-  if (!config.has("q_lora_rank") || !config.get("q_lora_rank").is_null())
-    latent.q_lora_rank(config.size("q_lora_rank", 1024));
-  o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+  set_latent(config, o,
+             MultiHeadLatentAttentionOptions(1, 1)
+                 .kv_lora_rank(256)
+                 .q_lora_rank(1024)
+                 .qk_nope_head_dim(fixed)
+                 .qk_rope_head_dim(rotated)
+                 .v_head_dim(128)
+                 .query_scale(log_query_scale(config)));
   o.rope_interleaved(config.is_on("rope_interleave", true));
   const auto activation = gated_activation(config, "silu");
   const auto width = config.size("moe_intermediate_size", 2048);

@@ -38,5 +38,11 @@ std::vector<HfPart> mixtral_parts(const std::string& name, const CausalLMOptions
 std::vector<HfPart> granite_hybrid_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> llama4_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> packed_experts_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> qwen3_next_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> olmo_hybrid_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> kimi_linear_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> bamba_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> lfm2_parts(const std::string& name, const CausalLMOptions& options);
 
 }  // namespace attnpack

@@ -105,7 +105,7 @@ auto SparseAttentionImpl::run(const at::Tensor& x, const AttentionInputs& inputs
   check_input("x", x, options.embed_dim(), q_proj->weight);
   check_inputs(inputs, indexes());
   const auto sparse = std::dynamic_pointer_cast<SparseCache>(inputs.cache());
-  return all_or_none(caches_of_selection<SparseCache>(inputs), [&] {
+  return rollback_on_error(caches_of_selection<SparseCache>(inputs), [&] {
     auto options_of_call = settings(inputs);
     if (indexes()) options_of_call.key_index = selected_keys(x, inputs, options_of_call);
     if (sparse && keeps_sums()) sparse->keep_sums(*options.key_block(), x.sym_size(1));

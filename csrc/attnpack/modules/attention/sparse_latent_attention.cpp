@@ -57,7 +57,7 @@ auto SparseLatentAttentionImpl::select(const at::Tensor& x, const AttentionInput
   auto without_index = inputs;
   without_index.index_cache(nullptr);
   check_call(x, without_index);
-  return all_or_none(caches_of_selection<LatentCache>(inputs), [&] {
+  return rollback_on_error(caches_of_selection<LatentCache>(inputs), [&] {
     auto settings_of_call = settings(without_index);
     const auto low = query_latent(x);
     {

@@ -9,7 +9,7 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/core/sizes.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 
 namespace attnpack {
 
@@ -192,7 +192,7 @@ void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, c
                  lengths->scalar_type(), ", wants int32 or int64: call .long() on it, in C++ .to(at::kLong)");
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->sym_size(0) == x.sym_size(0), name, " has shape ",
                  lengths->sym_sizes(), ", wants [batch] = [", x.sym_size(0), "]: the valid tokens of each sequence");
-  if (spread()) return;  // x is a part of sequences whose lengths these are, and the operator judges them
+  if (sharded_attention()) return;  // x is a part of sequences whose lengths these are, and the operator checks them
   if (lengths->is_cpu() && !at::isTensorSubclassLike(*lengths)) check_length_values(name, *lengths, low, x.size(1));
 }
 
@@ -279,7 +279,7 @@ at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>&
                    ", wants int64 [L] or [B, L]: call .long() on it");
     return *positions;
   }
-  if (const auto* over = spread(); over && !past) return over->positions(x.size(1)).to(x.device());
+  if (const auto* over = sharded_attention(); over && !past) return over->positions(x.size(1)).to(x.device());
   const auto steps = at::arange(x.size(1), x.options().dtype(at::kLong).requires_grad(false));
   return past ? past->to(steps.device()).unsqueeze(1) + steps : steps;
 }

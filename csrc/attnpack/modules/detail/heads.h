@@ -3,7 +3,7 @@
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/layers/query_factors.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/linear.h>
@@ -40,7 +40,7 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal, bool
   check_no_cu_seqlens(inputs.cu_seqlens().has_value());
   if (!named_keys) check_no_named_keys(inputs);
   LayerInputs r;
-  if (inputs.cache()) refuse_spread("cache: got one", "prefill and decode with a ShardedCache, outside");
+  if (inputs.cache()) refuse_context_parallel("cache: got one", "prefill and decode with a ShardedCache, outside");
   const auto held = cross_cache(inputs);
   r.positions = inputs.positions();
   r.cross = inputs.context().has_value() || held;
@@ -76,7 +76,7 @@ template <typename Options, typename Reserve, typename Call>
 auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, Options options, const Reserve& reserve,
                const Call& call) {
   if (!cache) return call(options);
-  return all_or_none(std::array{cache}, [&] {
+  return rollback_on_error(std::array{cache}, [&] {
     options.cache = reserve(*cache);
     auto result = call(options);
     cache->commit(new_len, options.kv_lens);
@@ -89,7 +89,7 @@ template <typename Call>
 auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
                 AttendOptions options, const Call& call) {
   if (const auto held = std::dynamic_pointer_cast<CrossCache>(cache)) {
-    return all_or_none(std::array{held}, [&] {
+    return rollback_on_error(std::array{held}, [&] {
       if (!held->filled()) held->store(key, value, options.kv_lens);
       return call(options);
     });

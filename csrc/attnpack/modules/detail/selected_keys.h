@@ -4,7 +4,7 @@
 #include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/layers/select_keys.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/modules/attention_module.h>
 
 #include <memory>
@@ -18,7 +18,7 @@ namespace attnpack {
 
 // Raises for inputs that such a module does not have, and where a process has not all keys.
 inline void check_selects(const AttentionInputs& inputs, const std::string& module, const char* caches) {
-  refuse_spread(module.c_str(), "leave ContextParallel for its layers");
+  refuse_context_parallel(module.c_str(), "leave ContextParallel for its layers");
   ATTNPACK_CHECK(!inputs.context() && !inputs.value_context() && !inputs.kv_from(),
                  inputs.kv_from() ? "kv_from" : "context", ": got one, but ", module,
                  " selects among the keys of x; leave it out");

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/recurrent.h>
 
@@ -37,7 +37,7 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
                        !inputs.causal().value_or(true), inputs.kv_from() != nullptr, inputs.key_index().has_value());
   check_no_index_cache(inputs.index_cache() != nullptr);
   check_no_key_block(inputs.key_block());
-  refuse_spread("a recurrent layer was called", "call it outside, on whole sequences");
+  refuse_context_parallel("a recurrent layer was called", "call it outside, on whole sequences");
   RecurrentInputs given;
   given.kv_lens(inputs.kv_lens()).cu_seqlens(inputs.cu_seqlens());
   if (!inputs.cache()) return call(given).out;
@@ -47,7 +47,7 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
   const auto held = cache->states(ends ? ends->sym_size(0) - 1 : x.sym_size(0), shapes.conv, shapes.state);
   if (held.conv.defined()) given.conv_state(held.conv);
   if (held.state.defined()) given.state(held.state).in_place(cache->writes_in_place() && !at::GradMode::is_enabled());
-  return all_or_none(std::array{cache}, [&] {
+  return rollback_on_error(std::array{cache}, [&] {
     const auto result = call(given);
     cache->advance(result.states, x.sym_size(1), ends ? std::make_optional(ends->diff()) : inputs.kv_lens());
     return result.out;

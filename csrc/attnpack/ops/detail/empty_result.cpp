@@ -19,7 +19,7 @@ namespace {
 // Blocks of 2^k bytes. Their first 64 bytes say which k, the rest is the caller's.
 constexpr size_t kHead = 64, kLeastBytes = 256, kMostBytes = 32 << 10;
 constexpr int kLeastPower = std::countr_zero(kLeastBytes), kPowers = std::countr_zero(kMostBytes) - kLeastPower + 1;
-constexpr size_t kMostKept = 16;  // of one size in each thread
+constexpr size_t kMaxFreeBlocks = 16;  // of one size in each thread
 
 // The free blocks of a thread. They are given back to the system when it ends.
 struct FreeBlocks {
@@ -42,7 +42,7 @@ void give_back(void* data) {
   int index;
   std::memcpy(&index, block, sizeof(index));
   if (!has_ended)
-    if (auto& blocks = free_blocks().of[index]; blocks.size() < kMostKept) return blocks.push_back(block);
+    if (auto& blocks = free_blocks().of[index]; blocks.size() < kMaxFreeBlocks) return blocks.push_back(block);
   std::free(block);
 }
 

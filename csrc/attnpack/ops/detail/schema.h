@@ -106,7 +106,7 @@ decltype(auto) take_argument(const Tuple& flat) {
 
 // An argument as one or several flat ones.
 template <class T>
-auto spread_argument(const T& argument) {
+auto flat_argument(const T& argument) {
   if constexpr (ArgumentStruct<T>)
     return argument.members();
   else
@@ -190,7 +190,7 @@ class DispatchedOp<Result(Argument...)> {
           (detail::check_flat_argument(op_, index++, flat), ...);
           return op_.call(detail::to_flat(flat)...);
         },
-        std::tuple_cat(detail::spread_argument(arguments)...));
+        std::tuple_cat(detail::flat_argument(arguments)...));
   }
 
  private:

@@ -58,7 +58,7 @@ std::string_view beginning(std::string_view text, size_t count) {
 
 }  // namespace
 
-std::string brief(std::string_view text) {
+std::string excerpt(std::string_view text) {
   // A character has at most four bytes: no more of a long text decides.
   const auto start = text.substr(0, 4 * (kLongest + 1));
   const auto words = all_printable(start) ? std::string(start) : escaped(text, kLongest, "\\");

@@ -18,7 +18,7 @@ void refuse_unless(bool condition, const Words&... words) {
 }
 
 // Words from a file, made fit for an error sentence: short, on one line, printable.
-std::string brief(std::string_view text);
+std::string excerpt(std::string_view text);
 
 // The words in single quotes, as Python shows a str.
 std::string in_quotes(std::string_view text);

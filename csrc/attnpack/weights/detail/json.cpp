@@ -44,12 +44,12 @@ class JsonBuilder final : public nlohmann::json_sax<nlohmann::json> {
   bool end_array() override { return close(); }
 
   bool parse_error(size_t, const std::string& last, const nlohmann::json::exception& error) override {
-    refuse_unless(error.id != kTooLarge, "the number ", brief(last), " is too large");
+    refuse_unless(error.id != kTooLarge, "the number ", excerpt(last), " is too large");
     // "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error while parsing value - invalid
     // literal; last read: 'N'"
     const std::string_view words = error.what(), last_read = "; last read: ";
     const auto begin = words.find("] ") + 2, end = words.find(last_read);
-    refuse_unless(end == words.npos, words.substr(begin, end - begin), last_read, brief(last));
+    refuse_unless(end == words.npos, words.substr(begin, end - begin), last_read, excerpt(last));
     refuse_unless(false, words.substr(begin));
     return false;
   }
@@ -83,7 +83,7 @@ class JsonBuilder final : public nlohmann::json_sax<nlohmann::json> {
     for (const auto& member : object) names.emplace_back(member.name);
     std::sort(names.begin(), names.end());
     const auto twice = std::adjacent_find(names.begin(), names.end());
-    refuse_unless(twice == names.end(), brief(twice == names.end() ? "" : *twice), " is in an object twice");
+    refuse_unless(twice == names.end(), excerpt(twice == names.end() ? "" : *twice), " is in an object twice");
   }
 
   std::vector<Json*> open_;  // the objects and lists around the next value

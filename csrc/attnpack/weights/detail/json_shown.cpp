@@ -8,7 +8,7 @@ namespace attnpack {
 
 namespace {
 
-// Longer texts are cut by brief(): no more of them is worth building.
+// Longer texts are cut by excerpt(): no more of them is worth building.
 constexpr size_t kEnough = 1000;
 
 void append(std::string& text, const Json& value);

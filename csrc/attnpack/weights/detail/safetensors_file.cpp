@@ -55,14 +55,14 @@ SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)) {
 
 const StoredTensor& SafetensorsFile::tensor(const std::string& name) const {
   const auto found = tensors_.find(name);
-  refuse_unless(found != tensors_.end(), path_, ": has no tensor ", brief(name), "; give a name that it has");
+  refuse_unless(found != tensors_.end(), path_, ": has no tensor ", excerpt(name), "; give a name that it has");
   return found->second;
 }
 
 at::ScalarType SafetensorsFile::weight_dtype(const std::string& name) const {
   const auto* dtype = tensor(name).dtype;
   const auto* end = kStoredDtypes + kWeightDtypes;
-  refuse_unless(dtype < end, path_, ": tensor ", brief(name), " is ", dtype->name, "; readable are ",
+  refuse_unless(dtype < end, path_, ": tensor ", excerpt(name), " is ", dtype->name, "; readable are ",
                 dtype_names(kStoredDtypes, end));
   return *dtype->type;
 }
@@ -74,19 +74,19 @@ std::vector<int64_t> SafetensorsFile::sizes(const std::string& name) const {
   const bool fits = std::all_of(shape.begin(), shape.end(), [&](uint64_t size) {
     return !__builtin_mul_overflow(product, std::max<uint64_t>(size, 1), &product) && product <= INT64_MAX;
   });
-  refuse_unless(fits, path_, ": tensor ", brief(name), " is empty, and its other sizes are too large for a tensor; ",
+  refuse_unless(fits, path_, ": tensor ", excerpt(name), " is empty, and its other sizes are too large for a tensor; ",
                 kGetAgain);
   return {shape.begin(), shape.end()};
 }
 
 template <typename Call>
 auto SafetensorsFile::reading(const std::string& name, const Call& call) const {
-  return naming(path_, c10::str("tensor ", brief(name), " cannot be read").c_str(), kGetAgain, call);
+  return naming(path_, c10::str("tensor ", excerpt(name), " cannot be read").c_str(), kGetAgain, call);
 }
 
 at::Tensor SafetensorsFile::map(const std::string& name) {
   const auto& stored = tensor(name);
-  refuse_unless(stored.dtype->type.has_value(), path_, ": tensor ", brief(name), " is ", stored.dtype->name,
+  refuse_unless(stored.dtype->type.has_value(), path_, ": tensor ", excerpt(name), " is ", stored.dtype->name,
                 ", which torch does not have; readable are ",
                 dtype_names(std::begin(kStoredDtypes), std::end(kStoredDtypes)));
   const auto shape = sizes(name);
@@ -118,7 +118,7 @@ at::Tensor SafetensorsFile::elements(const std::string& name, int64_t first, int
 
 void SafetensorsFile::read(const std::string& name, const at::Tensor& out) const {
   const auto shape = sizes(name);
-  refuse_unless(out.sizes().equals(shape), path_, ": tensor ", brief(name), " has shape ", at::IntArrayRef(shape),
+  refuse_unless(out.sizes().equals(shape), path_, ": tensor ", excerpt(name), " has shape ", at::IntArrayRef(shape),
                 ", and is read into one of shape ", out.sizes());
   const auto flat = out.detach().view(-1);
   for (int64_t first = 0; first < flat.numel(); first += kChunk) {

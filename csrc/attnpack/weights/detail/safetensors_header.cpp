@@ -70,11 +70,11 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
   auto shape = read_numbers(value_of("shape", 1));
   const auto offsets = read_numbers(value_of("data_offsets", 2));
   refuse_unless(word && shape && offsets && offsets->size() == 2, path, ": tensor ", name, " is described as ",
-                brief(shown(entry)), ", not by dtype, shape and two data_offsets", kDamaged);
+                excerpt(shown(entry)), ", not by dtype, shape and two data_offsets", kDamaged);
 
   const auto* dtype = std::find_if(std::begin(kStoredDtypes), std::end(kStoredDtypes),
                                    [&](const StoredDtype& known) { return known.name == *word; });
-  refuse_unless(dtype != std::end(kStoredDtypes), path, ": tensor ", name, " has the dtype ", brief(*word),
+  refuse_unless(dtype != std::end(kStoredDtypes), path, ": tensor ", name, " has the dtype ", excerpt(*word),
                 ", which is unknown; ", kGetAgain);
   const auto begin = (*offsets)[0], end = (*offsets)[1];
   refuse_unless(end <= size, path, ": tensor ", name, " ends at byte ", end, " of the data, which has ", size,
@@ -82,7 +82,7 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
   const auto bits = bits_of(*dtype, *shape);
   // end - begin is no more than the file's size, so its bits fit.
   refuse_unless(bits && begin <= end && 8 * (end - begin) == *bits, path, ": tensor ", name, " has data_offsets ",
-                listed(*offsets), ", but ", dtype->name, " of shape ", brief(listed(*shape)), " takes ",
+                listed(*offsets), ", but ", dtype->name, " of shape ", excerpt(listed(*shape)), " takes ",
                 bits ? bytes_of(*bits) : "more bytes than can be", kDamaged);
   return {dtype, std::move(*shape), begin, end};
 }
@@ -117,7 +117,7 @@ std::map<std::string, StoredTensor> read_safetensors_header(const std::string& p
   check_tensor_count(path, entries.size() - (metadata ? 1 : 0));
   std::map<std::string, StoredTensor> tensors;
   for (const auto& [name, entry] : entries) {
-    if (&entry != metadata) tensors.emplace(name, read_entry(path, brief(name), entry, size));
+    if (&entry != metadata) tensors.emplace(name, read_entry(path, excerpt(name), entry, size));
   }
   check_cover(path, tensors, size);
   return tensors;

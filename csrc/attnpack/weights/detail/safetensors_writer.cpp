@@ -81,7 +81,7 @@ void NewFile::close() {
 
 void check_storable(const std::string& name, const at::Tensor& tensor) {
   const auto refuse = [&](bool bad, const char* what, const char* fix) {
-    ATTNPACK_CHECK(!bad, "tensors: got ", what, " as ", brief(name), ", want numbers in memory: ", fix);
+    ATTNPACK_CHECK(!bad, "tensors: got ", what, " as ", excerpt(name), ", want numbers in memory: ", fix);
   };
   refuse(!tensor.defined(), "an undefined tensor", "leave the name out");
   refuse(tensor.is_quantized(), "a quantised tensor", "call .dequantize() on it");
@@ -108,13 +108,13 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
   header += '}';
   for (const auto& announced : tensors) {
     const auto* dtype = stored_dtype(announced.dtype);
-    ATTNPACK_CHECK(dtype, "tensors: got ", brief(announced.name), " of dtype ", toString(announced.dtype),
+    ATTNPACK_CHECK(dtype, "tensors: got ", excerpt(announced.name), " of dtype ", toString(announced.dtype),
                    ", which the format does not have: convert it with .to()");
     const auto begin = size_;
     size_ += c10::multiply_integers(announced.shape) * (dtype->bits / 8);
     header += ',' + json_text(announced.name) + ':' + json_entry(*dtype, announced.shape, begin, size_);
     const bool is_new = places_.emplace(announced.name, Place{announced, begin}).second;
-    ATTNPACK_CHECK(is_new, "tensors: got ", brief(announced.name), " twice, want each name once");
+    ATTNPACK_CHECK(is_new, "tensors: got ", excerpt(announced.name), " twice, want each name once");
   }
   header += '}';
   header.append((8 - header.size() % 8) % 8, ' ');  // then the data begin at a multiple of 8
@@ -130,7 +130,7 @@ void SafetensorsWriter::write_tensor(const std::string& name, const at::Tensor& 
   const auto found = places_.find(name);
   ATTNPACK_CHECK(found != places_.end() && tensor.sizes().equals(found->second.announced.shape) &&
                      tensor.scalar_type() == found->second.announced.dtype,
-                 "tensor: got ", brief(name), " of dtype ", tensor.scalar_type(), " and shape ", tensor.sizes(),
+                 "tensor: got ", excerpt(name), " of dtype ", tensor.scalar_type(), " and shape ", tensor.sizes(),
                  ", want what was announced for ", path_);
   const at::NoGradGuard no_grad;
   const auto plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
@@ -140,7 +140,7 @@ void SafetensorsWriter::write_tensor(const std::string& name, const at::Tensor& 
 
 void SafetensorsWriter::close() {
   for (const auto& [name, place] : places_)
-    ATTNPACK_CHECK(place.written, "close: ", path_, " lacks ", brief(name), ": write each tensor that was announced");
+    ATTNPACK_CHECK(place.written, "close: ", path_, " lacks ", excerpt(name), ": write each tensor that was announced");
   file_.close();
 }
 

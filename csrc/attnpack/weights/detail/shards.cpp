@@ -29,7 +29,7 @@ Places read_places(const std::string& index, const Json& content) {
   Places places;
   for (const auto& [name, shard] : *members) {
     const auto* file = shard.as<std::string>();
-    refuse_unless(file && is_shard_name(*file), index, ": names the file ", brief(shown(shard)),
+    refuse_unless(file && is_shard_name(*file), index, ": names the file ", excerpt(shown(shard)),
                   ", wants the name of one in the same folder, NAME.safetensors");
     places.emplace(name, *file);
   }
@@ -40,14 +40,15 @@ std::shared_ptr<SafetensorsFile> open_shard(const std::string& path, const std::
                                             const Places& places, const std::set<std::string>& wanted) {
   auto file = std::make_shared<SafetensorsFile>(path);
   for (const auto& name : wanted) {
-    refuse_unless(file->has(name), index, ": says that ", brief(name), " is in ", brief(shard), ", which lacks it; ",
-                  kGetAgain);
+    refuse_unless(file->has(name), index, ": says that ", excerpt(name), " is in ", excerpt(shard),
+                  ", which lacks it; ", kGetAgain);
   }
   for (const auto& [name, tensor] : file->tensors()) {
     const auto place = places.find(name);
-    refuse_unless(place != places.end(), index, ": does not name ", brief(name), " of ", brief(shard), "; ", kGetAgain);
-    refuse_unless(place->second == shard, index, ": says that ", brief(name), " is in ", brief(place->second), ", but ",
-                  brief(shard), " has it; ", kGetAgain);
+    refuse_unless(place != places.end(), index, ": does not name ", excerpt(name), " of ", excerpt(shard), "; ",
+                  kGetAgain);
+    refuse_unless(place->second == shard, index, ": says that ", excerpt(name), " is in ", excerpt(place->second),
+                  ", but ", excerpt(shard), " has it; ", kGetAgain);
   }
   return file;
 }
@@ -73,8 +74,8 @@ std::vector<std::shared_ptr<SafetensorsFile>> open_safetensors(const std::string
   std::map<std::string, std::set<std::string>> wanted;
   for (const auto& [tensor, shard] : places) wanted[shard].insert(tensor);
   for (const auto& [shard, names] : wanted) {
-    refuse_unless(is_file((folder / shard).string()), directory, ": lacks ", brief(shard), ", which ", name, " names; ",
-                  kGetAgain);
+    refuse_unless(is_file((folder / shard).string()), directory, ": lacks ", excerpt(shard), ", which ", name,
+                  " names; ", kGetAgain);
   }
   // Each file is compared with the index before the next one is opened: to open a file may cost much.
   std::vector<std::shared_ptr<SafetensorsFile>> files;

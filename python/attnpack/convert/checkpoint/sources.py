@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.build import check_whole
+from ...checkpoints.build import check_checkpoint_tensors
 from ...checkpoints.companions import CONVERTIBLE, config_json
 from ...checkpoints.gguf import GgufCheckpoint
 from ...checkpoints.hf_directory import HfCheckpoint
@@ -104,7 +104,7 @@ class DecoderOnly(Source):
         if families and isinstance(self.checkpoint, GgufCheckpoint) and self.checkpoint.arch not in families:
             known = ", ".join(families)
             raise ValueError(f"{path}: architecture {self.checkpoint.arch} is not supported; conversion knows {known}")
-        check_whole(self.checkpoint)
+        check_checkpoint_tensors(self.checkpoint)
         self.config, self.shapes = _DEFAULTS | self.checkpoint.config, self.checkpoint.shapes
         self.files = self.checkpoint.files if isinstance(self.checkpoint, HfCheckpoint) else {}
 

@@ -119,7 +119,7 @@ def _open_conversion(source: DecoderOnly, kv_lora_rank: int, rope_dim: int | Non
     attention or the format cannot hold."""
     config = source.config
     with naming(source.path, "has no form of latent attention", "give another checkpoint"):
-        _C.convert.LatentConversion(2, None, LONGEST, **config)  # the model is judged before the sizes
+        _C.convert.LatentConversion(2, None, LONGEST, **config)  # the model is checked before the sizes
         _check_format(config)
     whole = config["num_kv_heads"] * ((config["scores"] or {}).get("rope_dim") or config["head_dim"])
     full = 2 * config["num_kv_heads"] * config["head_dim"]

@@ -103,7 +103,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         if is_paged(cache):
             others["cache"] = cache  # refused with a fix
         refuse_arguments(others, REFUSED_BY_LATENT)
-        low = self._low(hidden_states)
+        low = self._query_input(hidden_states)
         query, latent, k_rope, _ = self._latents(hidden_states, None, low)
         latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
         if position_embeddings is not None:

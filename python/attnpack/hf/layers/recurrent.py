@@ -116,7 +116,7 @@ class HfInterleavedDeltaNet(HfGatedDeltaNet):
     in_proj_qkvz: nn.Linear
     in_proj_ba: nn.Linear
 
-    def _reads_x(self) -> nn.Module:
+    def _input_projection(self) -> nn.Module:
         return self.in_proj_qkvz
 
     def _project_in(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -143,7 +143,7 @@ class HfSplitDeltaNet(HfGatedDeltaNet):
     o_norm: RMSNorm
     o_proj: nn.Linear
 
-    def _reads_x(self) -> nn.Module:
+    def _input_projection(self) -> nn.Module:
         return self.q_proj
 
     def _project_in(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,13 @@ from ...signatures import ContextInputs, types_of
 from ..linear import project, project_all
 from ..native import NativeModule
 from ..rope import RotaryEmbedding, rotate_rows
-from ..spread import check_mask_share, grouped_share, positions_here, refuse_spread, spread
+from ..sharded_attention import (
+    check_mask_share,
+    grouped_share,
+    positions_here,
+    refuse_context_parallel,
+    sharded_attention,
+)
 
 
 class SharedKeys:
@@ -64,7 +70,7 @@ class NativeAttention(NativeModule):
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_kind(cache, KVCache, type(self).__name__)
-        over = spread(cache)
+        over = sharded_attention(cache)
         with unchanged_on_error(cache):
             if over is not None:
                 if self.chunk is not None:
@@ -120,7 +126,7 @@ class NativeAttention(NativeModule):
         packed: Tensor | None = None,  # [1, T, ...], x as one row
     ) -> Tensor:
         """The nested output of one call per sequence."""
-        refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
+        refuse_context_parallel("x is a nested tensor", "pass padded tensors and kv_lens")
         self._check_chunk(context is not None)
         source = x if context is None else context
         if self.rope is not None:
@@ -337,7 +343,7 @@ class ContextAttention(NativeAttention):
         if held is not None:
             held.check_call(x, context)
         if held is not None and held.filled:
-            check_input("x", x, self.embed_dim, self._reads_x())
+            check_input("x", x, self.embed_dim, self._input_projection())
             key, value = held.k, held.v
             query = self._queries(x, key)
         else:
@@ -370,12 +376,12 @@ class ContextAttention(NativeAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of x over the cache of another layer."""
         check_kind(kv_from, KVCache, type(self).__name__, name="kv_from")
-        if spread(kv_from) is not None:
+        if sharded_attention(kv_from) is not None:
             raise ValueError(
                 "attnpack: kv_from: got a cache, or a call under context_parallel, whose keys lie on several "
                 "processes, want one that this process has whole: leave it out"
             )
-        check_input("x", x, self.embed_dim, self._reads_x())
+        check_input("x", x, self.embed_dim, self._input_projection())
         value_dim = self._value_dim
         key, value, lengths = kv_from.shared(x, inputs["kv_lens"], self.num_kv_heads, self.head_dim, value_dim)
         query = self._queries(x, key)
@@ -397,7 +403,7 @@ class ContextAttention(NativeAttention):
             query, key, shared.value = self._heads(x, None, None)
             query, shared.key = self._rotated_now(query, key, None, positions)
         else:
-            check_input("x", x, self.embed_dim, self._reads_x())
+            check_input("x", x, self.embed_dim, self._input_projection())
             query, _ = self._rotated_now(self._queries(x, shared.key), None, None, positions)
         given = inputs | {"positions": positions, "cross": False}
         rules = self._rules(query, lambda: None, given)
@@ -440,7 +446,7 @@ class ContextAttention(NativeAttention):
             context,
             value_context,
             cache,
-            (self.embed_dim, self._reads_x()),
+            (self.embed_dim, self._input_projection()),
             (self.kdim, self.k_proj),
             (self.vdim, self.k_proj if self.v_proj is None else self.v_proj),
         )
@@ -459,7 +465,7 @@ class ContextAttention(NativeAttention):
         value = project(self.v_proj, context if value_context is None else value_context)
         return project(self.q_proj, x), project(self.k_proj, context), value
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         """The projection that reads x for the queries."""
         return self.q_proj
 

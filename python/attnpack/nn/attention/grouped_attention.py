@@ -208,7 +208,7 @@ class GroupedQueryAttention(ContextAttention):
             return self._project_queries(x), key, key
         return self._project_queries(x), key, project(self.v_proj, source if value_context is None else value_context)
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         return self.q_a_proj if self.q_proj is None else self.q_proj
 
     def _project_queries(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ...signatures import LatentInputs, types_of
 from ..linear import plain_weight, project, query_latent
 from ..norm import RMSNorm
 from ..rope import RotaryEmbedding, rotate_rows
-from ..spread import check_mask_share, latent_share, refuse_spread, spread
+from ..sharded_attention import check_mask_share, latent_share, refuse_context_parallel, sharded_attention
 from .base import NativeAttention, packed_inputs, split_heads
 
 _NORM_EPS = 1e-6
@@ -181,7 +181,7 @@ class MultiHeadLatentAttention(NativeAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         query, latent, k_rope, joined = tokens
         check_mask_share(self, inputs["mask"], query.size(1))
-        over = spread(cache)
+        over = sharded_attention(cache)
         if over is not None:
             if key_index is not None:
                 raise ValueError(
@@ -241,7 +241,7 @@ class MultiHeadLatentAttention(NativeAttention):
         positions: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
+        refuse_context_parallel("x is a nested tensor", "pass padded tensors and kv_lens")
         packed, packed_context, _ = packed_inputs(x, context, None)
         self._check(packed, packed_context, value_context, None)
         query, latent, k_rope, _ = self._latents(packed, packed_context)
@@ -313,7 +313,7 @@ class MultiHeadLatentAttention(NativeAttention):
         query = (self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
         check_inputs(x, context, None, cache, query, latents, latents)
 
-    def _low(self, x: Tensor) -> Tensor:
+    def _query_input(self, x: Tensor) -> Tensor:
         """The input of the query projection: the latent after its norm, or x itself."""
         return x if self.q_a_proj is None else query_latent(self, x)
 
@@ -322,8 +322,10 @@ class MultiHeadLatentAttention(NativeAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R] before rotation, and a
         tensor of the cache's shape [B, 1, Lkv, C + R], from which the cache takes shape, dtype and device. `low` is
-        `_low(x)` if it is known."""
-        queries = project(self.q_b_proj if self.q_proj is None else self.q_proj, self._low(x) if low is None else low)
+        `_query_input(x)` if it is known."""
+        queries = project(
+            self.q_b_proj if self.q_proj is None else self.q_proj, self._query_input(x) if low is None else low
+        )
         both = project(self.kv_a_proj_with_mqa, x if context is None else context)
         latent, k_rope = both.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         if self.kv_a_layernorm is not None:

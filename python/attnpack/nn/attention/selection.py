@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...cache import CrossCache, KVCache, LatentCache, SparseCache, StaticCache, check_kind
 from ...errors import wrong_kind
 from ...ops import index_keys, nested
-from ..spread import refuse_spread, spread
+from ..sharded_attention import refuse_context_parallel, sharded_attention
 
 IndexCache = LatentCache | StaticCache | None
 NORM_EPS = 1e-6  # of the norm of an indexer's keys
@@ -44,12 +44,12 @@ def check_selects(module: str, x: Tensor, cache: KVCache | None, caches: str) ->
     """Raises for calls that a module that selects keys does not take."""
     if nested.is_nested(x):
         raise ValueError(f"attnpack: x: got a nested tensor, {module} wants a padded one and kv_lens")
-    refuse_spread(module, "leave context_parallel for its layers")
+    refuse_context_parallel(module, "leave context_parallel for its layers")
     check_kind(cache, KVCache, module)
     if isinstance(cache, CrossCache):
         refuse("cache", f"got a CrossCache, but {module} selects among the keys of x; use {caches}")
-    if spread(cache) is not None:
-        refuse("cache", "got one that is spread over processes, want one that this process has whole")
+    if sharded_attention(cache) is not None:
+        refuse("cache", "got one that is sharded over processes, want one that this process holds whole")
 
 
 def check_index_cache(module: str, cache: KVCache | None, index_cache: IndexCache, holder: type) -> None:

@@ -143,7 +143,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         causal = self.causal if causal is None else causal
         inputs = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         with unchanged_on_error(index_cache), unchanged_on_error(cache):
-            low = self._low(x)
+            low = self._query_input(x)
             key_index = self._named(x, low, held, index_cache, inputs)
             inputs["cross"] = False
             return self._attend_tokens(x, self._latents(x, None, low), cache, key_index, need_weights, **inputs)
@@ -169,7 +169,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         causal = self.causal if causal is None else causal
         inputs = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         with torch.no_grad():
-            low = self._low(x)
+            low = self._query_input(x)
             key_index = self._named(x, low, None, None, inputs) if sparse else None
             query, latent, k_rope, _ = self._latents(x, None, low)
             settings = {"cross": False, "cache": None, "dropout_p": 0.0, "key_index": key_index}
@@ -196,7 +196,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
     def _named(
         self,
         x: Tensor,
-        low: Tensor,  # `_low(x)`
+        low: Tensor,  # `_query_input(x)`
         held: LatentCache | None,
         index_cache: IndexCache,
         place: dict[str, Any],

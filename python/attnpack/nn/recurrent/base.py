@@ -18,7 +18,7 @@ from ...errors import check_input, reject_keywords
 from ...ops import nested
 from ..linear import is_offloaded
 from ..native import NativeModule
-from ..spread import refuse_spread
+from ..sharded_attention import refuse_context_parallel
 
 RECURRENT_CACHE = "an attnpack.RecurrentCache()"
 
@@ -73,8 +73,8 @@ class RecurrentLayer(NativeModule):
             nested.refuse(cache=cache, kv_lens=kv_lens, cu_seqlens=cu_seqlens)
             packed = self(nested.rows("x", x).unsqueeze(0), cu_seqlens=x.offsets())
             return nested.like(packed[0], x)
-        refuse_spread("a recurrent layer was called", "call it outside, on whole sequences")
-        check_input("x", x, self.embed_dim, None if is_offloaded(self) else self._reads_x())
+        refuse_context_parallel("a recurrent layer was called", "call it outside, on whole sequences")
+        check_input("x", x, self.embed_dim, None if is_offloaded(self) else self._input_projection())
         check_kind(cache, RecurrentCache, name, RECURRENT_CACHE)
         with unchanged_on_error(cache):
             states = States()
@@ -94,7 +94,7 @@ class RecurrentLayer(NativeModule):
         """The output of the layer for x [B, L, embed_dim], and the states after it."""
         raise NotImplementedError
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         """The projection that reads x."""
         raise NotImplementedError
 

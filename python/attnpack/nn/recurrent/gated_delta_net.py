@@ -69,7 +69,7 @@ class GatedDeltaNet(RecurrentLayer):
         channels = 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
         return (channels, self.conv_kernel_size - 1), (self.num_v_heads, self.head_k_dim, self.head_v_dim)
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         return self.in_proj_qkv
 
     def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:

@@ -90,7 +90,7 @@ class KimiDeltaAttention(RecurrentLayer):
         width = self.num_heads * self.head_dim
         return (3 * width, self.conv_kernel_size - 1), (self.num_heads, self.head_dim, self.head_dim)
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         return self.q_proj
 
     def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:

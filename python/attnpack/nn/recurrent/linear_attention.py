@@ -61,7 +61,7 @@ class LinearAttention(RecurrentLayer):
     def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), (self.num_heads, self.head_dim, self.head_dim + (self.feature_map == "elu"))
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         return self.q_proj
 
     def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:

@@ -69,7 +69,7 @@ class Mamba2(RecurrentLayer):
         channels = self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
         return (channels, self.conv_kernel_size - 1), (self.num_heads, self.state_dim, self.head_dim)
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         return self.in_proj
 
     def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:

@@ -42,7 +42,7 @@ class GatedConvolution(RecurrentLayer):
     def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.embed_dim, self.conv_kernel_size - 1), ()
 
-    def _reads_x(self) -> nn.Module | None:
+    def _input_projection(self) -> nn.Module | None:
         return self.in_proj
 
     def _run(self, x: Tensor, states: States, lengths: dict[str, Tensor | None]) -> tuple[Tensor, States]:

@@ -72,11 +72,11 @@ class Row:
         if self.kind == "prefill":
             pairs = self.prompt * (self.prompt + 1) // 2
             return sizes.flops(self.batch * self.prompt, self.batch * pairs, self.batch)
-        return sizes.flops(self.batch, self.batch * self._held, self.batch)
+        return sizes.flops(self.batch, self.batch * self._middle_len, self.batch)
 
     def bytes(self, sizes: Sizes) -> int:
         """That the call must read or write at least once: the weights, and all keys and values."""
-        return sizes.bytes(self.batch * (self.prompt if self.kind == "prefill" else self._held), self.dtype)
+        return sizes.bytes(self.batch * (self.prompt if self.kind == "prefill" else self._middle_len), self.dtype)
 
     def limit_seconds(self, sizes: Sizes, limits: Limits) -> float:
         """The least time that a machine of these limits needs."""
@@ -85,7 +85,7 @@ class Row:
         return max(self.flops(sizes) / flops, self.bytes(sizes) / limits.bytes_per_second)
 
     @property
-    def _held(self) -> int:
+    def _middle_len(self) -> int:
         """Positions of a sequence that the step in the middle attends."""
         return self.prompt + self.new_tokens // 2
 

@@ -61,11 +61,11 @@ def _habits(tokens: Sequence[str]) -> Iterator[_Habit]:
     ids = torch.tensor([numbers[token] for token in tokens])
     copies = (ids[:, None] == ids) & (distance > 0)
     words = torch.tensor([any(map(str.isalnum, token)) for token in tokens])
-    told = copies & words if (copies & words).any() else copies  # commas and full stops repeat by themselves
-    followed = told.roll(1, 1) & (distance > 0)
+    repeated = copies & words if (copies & words).any() else copies  # commas and full stops repeat by themselves
+    followed = repeated.roll(1, 1) & (distance > 0)
     further = (distance >= FAR) & (at > 0) & words & words[:, None]
     yield _Habit("what followed the same token before", followed & late, True)
-    yield _Habit("the same token before", told & late, True)
+    yield _Habit("the same token before", repeated & late, True)
     yield _Habit("an earlier word", further & ~copies & ~followed, False)
     yield _Habit("the token before", (distance == 1) & late, True)
     yield _Habit("the token after", distance == -1, True)

@@ -57,10 +57,10 @@ Device ask_device(int device) {
 }
 
 Device describe_device(int device) {
-  constexpr int kKept = 64;
-  static std::array<std::once_flag, kKept> asked;
-  static std::array<Device, kKept> answers;
-  if (device < 0 || device >= kKept) return ask_device(device);
+  constexpr int kMaxDevices = 64;
+  static std::array<std::once_flag, kMaxDevices> asked;
+  static std::array<Device, kMaxDevices> answers;
+  if (device < 0 || device >= kMaxDevices) return ask_device(device);
   std::call_once(asked[device], [&] { answers[device] = ask_device(device); });
   return answers[device];
 }

@@ -23,17 +23,17 @@ class Usable {
   explicit Usable(Runtime runtime) : runtime_(runtime) {}
   bool operator()(int device) {
     if (device < 0) return false;
-    if (device >= kKept) return can_run_on(runtime_, device);
+    if (device >= kMaxDevices) return can_run_on(runtime_, device);
     std::atomic<signed char>& answer = answers_[device];
     if (answer == kUnknown) answer = can_run_on(runtime_, device) ? kYes : kNo;
     return answer == kYes;
   }
 
  private:
-  static constexpr int kKept = 64;
+  static constexpr int kMaxDevices = 64;
   static constexpr signed char kUnknown = 0, kYes = 1, kNo = 2;
   Runtime runtime_;
-  std::array<std::atomic<signed char>, kKept> answers_{};
+  std::array<std::atomic<signed char>, kMaxDevices> answers_{};
 };
 
 }  // namespace attnpack::cuda

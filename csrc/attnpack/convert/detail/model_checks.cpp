@@ -1,4 +1,4 @@
-#include <attnpack/convert/detail/whole_model.h>
+#include <attnpack/convert/detail/model_checks.h>
 
 #include <attnpack/core/check.h>
 

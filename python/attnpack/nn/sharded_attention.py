@@ -1,8 +1,8 @@
-"""Where keys and heads are spread over several processes: the place at which attnpack.distributed comes in.
+"""Where keys and heads are sharded over several processes: the place at which attnpack.distributed comes in.
 
-A module asks `spread(cache)` before it attends. A cache that is spread answers itself; a sequence that is spread, under
-`attnpack.distributed.context_parallel`, is known by context. The shares of heads are known by what the projections
-give: all heads of a module or, under tensor parallelism by torch's plan, those of one rank.
+A module asks `sharded_attention(cache)` before it attends. A sharded cache answers itself; that a sequence is sharded,
+under `attnpack.distributed.context_parallel`, is known by context. The shares of heads are known by what the
+projections give: all heads of a module or, under tensor parallelism by torch's plan, those of one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import _C, errors
 
 
-class Spread:
+class ShardedAttention:
     """Attends in place of a module's own op."""
 
     def attend(
@@ -50,16 +50,16 @@ class Spread:
 
 
 class _Own(threading.local):
-    sequences: tuple[Spread, ...] = ()
+    sequences: tuple[ShardedAttention, ...] = ()
 
 
 _own = _Own()
-_open: list[Spread] = []  # of all threads; dynamo guards on it, and knows no values of a thread
+_open: list[ShardedAttention] = []  # of all threads; dynamo guards on it, and knows no values of a thread
 
 
 @contextmanager
-def spread_sequence(over: Spread) -> Iterator[None]:
-    """A context in which the sequences of this thread are spread."""
+def sharded_sequence(over: ShardedAttention) -> Iterator[None]:
+    """A context in which the sequences of this thread are sharded."""
     before = _own.sequences
     _own.sequences = (*before, over)
     _open.append(over)
@@ -73,12 +73,12 @@ def spread_sequence(over: Spread) -> Iterator[None]:
 
 
 def _tell_cpp() -> None:
-    """Modules of attnpack.cpp refuse to attend in this thread while its sequences are spread."""
+    """Modules of attnpack.cpp refuse to attend in this thread while its sequences are sharded."""
     if not torch.compiler.is_compiling():
-        _C.spread.spread_by_python(bool(_own.sequences))
+        _C.context_parallel.set_active(bool(_own.sequences))
 
 
-def _sequence() -> Spread | None:
+def _sequence() -> ShardedAttention | None:
     if not _open:
         return None
     if torch.compiler.is_compiling():
@@ -86,9 +86,9 @@ def _sequence() -> Spread | None:
     return _own.sequences[-1] if _own.sequences else None
 
 
-def spread(cache: object) -> Spread | None:
+def sharded_attention(cache: object) -> ShardedAttention | None:
     """The object that attends over `cache`, or over a sequence without one; None if this process has all keys."""
-    return cache if isinstance(cache, Spread) else _sequence()
+    return cache if isinstance(cache, ShardedAttention) else _sequence()
 
 
 def positions_here(length: int, device: torch.device) -> Tensor:
@@ -98,11 +98,11 @@ def positions_here(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, device=device) if places is None else places
 
 
-def refuse_spread(what: str, fix: str) -> None:
-    """Raises under `context_parallel` for what is not done there."""
+def refuse_context_parallel(what: str, fix: str) -> None:
+    """Raises under `context_parallel` for what is not supported there."""
     if _sequence() is not None:
         raise ValueError(
-            f"attnpack: {what} under context_parallel, which spreads padded sequences of attnpack's own modules: {fix}"
+            f"attnpack: {what} under context_parallel, which shards padded sequences of attnpack's own modules: {fix}"
         )
 
 

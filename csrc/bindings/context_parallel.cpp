@@ -1,5 +1,5 @@
 #include <attnpack/core/check.h>
-#include <attnpack/layers/spread.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <bindings/register.h>
 
 // Python's context_parallel, as the modules of C++ see it.
@@ -8,7 +8,7 @@ namespace attnpack {
 namespace {
 
 // Modules of C++ would attend only over their own part of a sequence: they do not know Python's ranks.
-class SpreadByPython : public Spread {
+class PythonContextParallel : public ShardedAttention {
  public:
   at::Tensor attend(const at::Tensor&, const at::Tensor&, const at::Tensor&, const AttendOptions&) const override {
     refuse();
@@ -21,22 +21,23 @@ class SpreadByPython : public Spread {
 
  private:
   [[noreturn]] static void refuse() {
-    ATTNPACK_CHECK(false,
-                   "a module of attnpack.cpp runs under context_parallel, which spreads only modules of Python: "
-                   "take the class of the same name in attnpack (from_cpp() gives the module)");
+    ATTNPACK_CHECK(
+        false,
+        "a module of attnpack.cpp runs under context_parallel, which shards sequences only for modules of Python: "
+        "take the class of the same name in attnpack (from_cpp() gives the module)");
   }
 };
 
 }  // namespace
 
-void register_spread(py::module_& m) {
+void register_context_parallel(py::module_& m) {
   m.def(
-      "spread_by_python",
-      [](bool spread) {
-        static const SpreadByPython over;
-        spread_by(spread ? &over : nullptr);
+      "set_active",
+      [](bool active) {
+        static const PythonContextParallel over;
+        set_sharded_attention(active ? &over : nullptr);
       },
-      "Whether this thread's sequences are spread from now on.");
+      "Whether this thread's sequences are sharded from now on.");
 }
 
 }  // namespace attnpack

@@ -10,11 +10,11 @@
 
 namespace attnpack {
 
-// Attends in place of a layer's function where a sequence is spread over several processes
+// Attends in place of a layer's function where a sequence is sharded over several processes
 // (distributed/context_parallel.h).
-class Spread {
+class ShardedAttention {
  public:
-  virtual ~Spread() = default;
+  virtual ~ShardedAttention() = default;
   // As attnpack::attend, for this process's rows over the keys of all.
   virtual at::Tensor attend(const at::Tensor& query,                  // [B, Hq, L, D], before rotation
                             const at::Tensor& key,                    // [B, Hkv, Lkv, D], before rotation
@@ -31,13 +31,13 @@ class Spread {
   virtual at::Tensor positions(int64_t length) const = 0;
 };
 
-// The object that spreads the sequences of this thread; nullptr where the process has all keys.
-const Spread* spread();
+// The object that attends for the layers of this thread; nullptr where the process has all keys.
+const ShardedAttention* sharded_attention();
 
 // Puts another one in its place, and returns the one before.
-const Spread* spread_by(const Spread* over);
+const ShardedAttention* set_sharded_attention(const ShardedAttention* over);
 
-// Raises where sequences are spread, for `what` is not done there.
-void refuse_spread(const char* what, const char* fix);
+// Raises under ContextParallel, where `what` is not supported.
+void refuse_context_parallel(const char* what, const char* fix);
 
 }  // namespace attnpack

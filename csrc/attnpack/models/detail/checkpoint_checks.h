@@ -18,6 +18,6 @@ void check_sizes(const std::string& path, uint64_t num_tensors, uint64_t num_lay
 // The shapes of the tensors of the CausalLM that the options describe, by name. Raises unless the checkpoint at `path`
 // has exactly these tensors. It builds one layer of the model: a configuration that lies may ask for more layers than
 // fit in memory.
-Shapes check_whole(const std::string& path, const Shapes& found, const CausalLMOptions& options);
+Shapes check_checkpoint_tensors(const std::string& path, const Shapes& found, const CausalLMOptions& options);
 
 }  // namespace attnpack

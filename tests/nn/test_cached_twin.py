@@ -10,7 +10,7 @@ import weakref
 import attnpack
 import pytest
 import torch
-from attnpack.nn import kept_twin
+from attnpack.nn import cached_twin
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -93,9 +93,9 @@ def test_dtype_and_mode_are_those_of_now(model):
     wanted = copy.deepcopy(model).to(torch.bfloat16).cpp().generate(IDS, max_new_tokens=6)
     assert torch.equal(model.to(torch.bfloat16).generate(IDS, max_new_tokens=6), wanted)
     check(model.to(torch.float64))
-    with kept_twin.kept_twin(model.train()) as twin:
+    with cached_twin.cached_twin(model.train()) as twin:
         assert twin.training and dict(twin.named_parameters())["lm_head.weight"] is model.lm_head.weight
-    with kept_twin.kept_twin(model.eval()) as twin:
+    with cached_twin.cached_twin(model.eval()) as twin:
         assert not twin.training
 
 
@@ -225,7 +225,7 @@ def test_nothing_is_kept_alive(model):
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     gc.collect()
     assert all(reference() is None for reference in old) and storage() is None
-    _, twin, _ = kept_twin._kept[model]
+    _, twin, _ = cached_twin._cache[model]
     assert all(tensor.is_meta for tensor in twin.state_dict().values())
 
 
@@ -233,10 +233,10 @@ def test_a_model_that_goes_takes_its_twin_along():
     model = attnpack.CausalLM(50, 24, 1, 4)
     model.generate(IDS, max_new_tokens=1)
     gc.collect()
-    count, gone = len(kept_twin._kept), weakref.ref(model)
+    count, gone = len(cached_twin._cache), weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None and len(kept_twin._kept) == count - 1
+    assert gone() is None and len(cached_twin._cache) == count - 1
 
 
 def test_calls_at_a_time_have_a_twin_each(model):

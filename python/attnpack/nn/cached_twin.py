@@ -17,12 +17,12 @@ from .native import NativeModule, refuse_global_hooks
 _VALUES = frozenset({int, float, bool, str, type(None)})
 
 # The list of _settings_of, the twin, and the tensors without memory that it holds between calls.
-_Kept = tuple[list[Any], Any, dict[str, Tensor]]
-_kept: WeakKeyDictionary[NativeModule, _Kept] = WeakKeyDictionary()
+_Entry = tuple[list[Any], Any, dict[str, Tensor]]
+_cache: WeakKeyDictionary[NativeModule, _Entry] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def kept_twin(model: NativeModule) -> Iterator[Any]:
+def cached_twin(model: NativeModule) -> Iterator[Any]:
     """The twin of a model on its present parameters, for the time of a ``with`` block.
 
     Each block gives the twin the parameters and takes them away again. So a kept twin has no weights that could be old,
@@ -31,7 +31,7 @@ def kept_twin(model: NativeModule) -> Iterator[Any]:
     """
     parameters: dict[str, Tensor] = {}
     settings = _settings_of(model, parameters)
-    before, twin, blanks = _kept.pop(model, ([], None, {}))
+    before, twin, blanks = _cache.pop(model, ([], None, {}))
     if before == settings:
         refuse_global_hooks()
         twin.assign_state_dict(parameters)
@@ -41,7 +41,7 @@ def kept_twin(model: NativeModule) -> Iterator[Any]:
         yield twin
     finally:
         twin.assign_state_dict(blanks)
-        _kept[model] = settings, twin, blanks
+        _cache[model] = settings, twin, blanks
 
 
 def generate_by_twin(model: NativeModule, *inputs: Tensor, cache: str | ModelCache, **arguments: Any) -> Tensor:
@@ -50,7 +50,7 @@ def generate_by_twin(model: NativeModule, *inputs: Tensor, cache: str | ModelCac
     arguments["stop_tokens"] = list(stops) if isinstance(stops, Set | Iterator) else stops
     with contextlib.ExitStack() as stack:
         native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
-        twin = stack.enter_context(kept_twin(model))
+        twin = stack.enter_context(cached_twin(model))
         return twin.generate(*inputs, cache=native_cache, **arguments)
 
 

@@ -1,4 +1,4 @@
-#include <attnpack/models/detail/whole_checkpoint.h>
+#include <attnpack/models/detail/checkpoint_checks.h>
 
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/weights/detail/file_errors.h>
@@ -17,7 +17,7 @@ constexpr std::string_view kLayers = "model.layers.";
 // "a, b, c and 4 more"
 std::string some(const std::vector<std::string>& names) {
   std::string text;
-  for (size_t i = 0; i < names.size() && i < 3; ++i) (text += i == 0 ? "" : ", ") += brief(names[i]);
+  for (size_t i = 0; i < names.size() && i < 3; ++i) (text += i == 0 ? "" : ", ") += excerpt(names[i]);
   return names.size() > 3 ? c10::str(text, " and ", names.size() - 3, " more") : text;
 }
 
@@ -100,7 +100,7 @@ void check_sizes(const std::string& path, uint64_t num_tensors, uint64_t num_lay
                 head_dim, ", together ", kWidest, " is the most; ", kGetAgain);
 }
 
-Shapes check_whole(const std::string& path, const Shapes& found, const CausalLMOptions& options) {
+Shapes check_checkpoint_tensors(const std::string& path, const Shapes& found, const CausalLMOptions& options) {
   auto expected = expected_shapes(path, found.size(), options);
   std::vector<std::string> missing, extra;
   for (const auto& [name, shape] : expected)
