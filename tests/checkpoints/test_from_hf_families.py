@@ -176,6 +176,9 @@ REFUSED = [
     ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is null"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers in config.json has 1 numbers"),
     ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping = 3.0"),  # transformers does not apply it
+    ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping in config.json is 0"),  # all logits are 0
+    ("gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping in config.json is 0"),
+    ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping in config.json is 0"),
 ]
 
 

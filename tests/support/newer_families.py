@@ -30,6 +30,7 @@ GRANITE = {
 OURS_GRANITE = {"embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 1 / 0.7, "scores": {"scale": 0.2}}
 LONG = {"type": "log", "llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 6.0}
 YARN = {
+    "max_position_embeddings": 99,  # as the classes of Ministral 3 and Mistral 4 have by default; it says nothing
     "rope_type": "yarn",
     "rope_theta": 500.0,
     "factor": 4.0,
@@ -38,7 +39,9 @@ YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.4,
 }
-OURS_YARN = {name: YARN[name] for name in YARN if name not in ("rope_theta", "llama_4_scaling_beta")}
+OURS_YARN = {
+    name: YARN[name] for name in YARN if name not in ("max_position_embeddings", "rope_theta", "llama_4_scaling_beta")
+}
 
 
 def partial(part: float) -> dict[str, Any]:

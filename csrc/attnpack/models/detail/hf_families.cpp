@@ -61,14 +61,14 @@ void configure_gemma(const HfSettings& config, Options& o) {
 
 void configure_gemma2(const HfSettings& config, Options& o) {
   configure_gemma(config, o);
-  o.scores()->softcap(config.number_or_none("attn_logit_softcapping", 50).value_or(0));
-  o.final_softcap(config.number_or_none("final_logit_softcapping", 30).value_or(0));
+  o.scores()->softcap(config.softcap("attn_logit_softcapping", 50));
+  o.final_softcap(config.softcap("final_logit_softcapping", 30));
   set_windows(config, o, window_size(config, 4096), [](int64_t layer) { return layer % 2 == 0; });
 }
 
 void configure_gemma3(const HfSettings& config, Options& o) {
   configure_gemma(config, o);
-  o.final_softcap(config.number_or_none("final_logit_softcapping", std::nullopt).value_or(0));
+  o.final_softcap(config.softcap("final_logit_softcapping", 0));
   o.qk_norm(QkNorm(true).plus_one(true).eps(o.eps()));
   const char* name = config.has("_sliding_window_pattern") ? "_sliding_window_pattern" : "sliding_window_pattern";
   const auto pattern = config.size(name, 6);

@@ -77,7 +77,7 @@ void configure_gemma4(const HfSettings& config, Options& o) {
       .embed_scale(std::sqrt(static_cast<double>(o.embed_dim())))
       .qk_norm(QkNorm(true).eps(o.eps()).values(true))
       .scores(ScoreSettings().scale(1))
-      .final_softcap(config.number_or_none("final_logit_softcapping", std::nullopt).value_or(0));
+      .final_softcap(config.softcap("final_logit_softcapping", 0));
   const auto last = o.num_layers() - 1;
   o.layer_settings().resize(o.num_layers());
   set_windows(config, o, window_size(config, 512),

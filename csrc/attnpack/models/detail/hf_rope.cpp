@@ -92,9 +92,15 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
   RopeScaling scaling;
   scaling.rope_type(kind);
   // Members that other code reads, or that say nothing about the rotation.
-  constexpr std::array<std::string_view, 8> kElsewhere = {
-      "type",  "rope_type", "rope_theta",          "partial_rotary_factor", "original_max_position_embeddings",
-      "alpha", "finetuned", "llama_4_scaling_beta"};
+  constexpr std::array<std::string_view, 9> kElsewhere = {"type",
+                                                          "rope_type",
+                                                          "rope_theta",
+                                                          "partial_rotary_factor",
+                                                          "original_max_position_embeddings",
+                                                          "max_position_embeddings",
+                                                          "alpha",
+                                                          "finetuned",
+                                                          "llama_4_scaling_beta"};
   for (const auto& [name, value] : *rope.as<Json::Object>()) {
     if (!contains(kElsewhere, name) && !value.is_null()) set_option(scaling, name, value);
   }

@@ -61,10 +61,9 @@ int64_t HfSettings::whole_number(const char* name, int64_t usual) const {
   return number && *number == 0 ? 0 : size(name, usual);
 }
 
-std::optional<double> HfSettings::number_or_none(const char* name, std::optional<double> usual) const {
-  const auto& value = get(name);
-  if (value.is_null()) return has(name) ? std::nullopt : usual;
-  return attnpack::is_set(value) ? std::make_optional(number(name, 1)) : std::nullopt;
+double HfSettings::softcap(const char* name, double usual) const {
+  if (get(name).is_null()) return has(name) ? 0 : usual;
+  return number(name, usual);
 }
 
 std::vector<int64_t> HfSettings::list_of_ints(const char* name) const {

@@ -41,8 +41,8 @@ class HfSettings {
   int64_t whole_number(const char* name, int64_t usual) const;
   // A number above 0; `usual` if it is absent.
   double number(const char* name, double usual) const;
-  // The same; none for null and for 0.
-  std::optional<double> number_or_none(const char* name, std::optional<double> usual) const;
+  // The same, and null is 0, which stands for none. In a configuration 0 is none to no one: it makes all scores 0.
+  double softcap(const char* name, double usual) const;
   // Ints; none if it is absent.
   std::vector<int64_t> list_of_ints(const char* name) const;
   // Whether it is this word.
