@@ -270,7 +270,8 @@ for name, model in models.items():
 #   triangular system and four products give").
 # - A state of fixed size recalls fewer of the pairs, the more there are ("sum, told once", "delta rule, told once"). A
 #   cache of keys recalls all ("GQA, told once"), and grows.
-# - The delta rule keeps corrected words apart from old ones, better than a sum does ("half of them corrected").
+# - The delta rule keeps corrected words apart from old ones, better than a sum does, until both are full ("half of them
+#   corrected").
 #
 # ## Exercises
 #

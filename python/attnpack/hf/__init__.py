@@ -73,9 +73,9 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
             Layers of other kinds stay as they are.
 
     Returns:
-        The same model, now also with `attn_implementation="attnpack"`, so that attnpack makes its masks. It works with
-        the caches of transformers, and returns its attentions if `output_attentions=True` asks for them. A model whose
-        layers are replaced already is returned as it is.
+        The same model, now also with `attn_implementation="attnpack"`, so that attnpack makes its masks; `register()`
+        is called for that. It works with the caches of transformers, and returns its attentions if
+        `output_attentions=True` asks for them. A model whose layers are replaced already is returned as it is.
 
     Raises:
         TypeError: model is no transformers model.
