@@ -403,9 +403,9 @@ print(f"in the bytes of one kv head: latent {ranks[96, 32][1]}, merged head {mer
 
 # %% [markdown]
 # With all of its pairs, 193 + 192 numbers take the bytes of the original's cache and give its perplexity. At three
-# quarters of the bytes the perplexity rises from 15.24 to 16.28. At half of them it is 24.07, and 15.23 after 30 minutes
-# of distillation: the original's, on a text of the kind that it was distilled on. In the bytes of one kv head a latent
-# keeps more than a merged head does.
+# quarters of the bytes the perplexity rises from 15.24 to 16.28. At half of them it is 24.07, and 15.23 after 30
+# minutes of distillation: the original's, on a text of the kind that it was distilled on. In the bytes of one kv head a
+# latent keeps more than a merged head does.
 #
 # For a model of your own, from the shell (the results open in transformers as they are):
 #

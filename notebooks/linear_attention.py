@@ -312,7 +312,8 @@ def run(q, k, v, beta):
 
 print("3.", course.check_delta_rule(run))
 print("4. Those to corrected keys become better: of two equal keys the nearer one now weighs more. Least with few")
-print("   pairs, where both are near. From 48 pairs on, more than in training, they become worse: ALiBi fades what is far.")
+print("   pairs, where both are near. From 48 pairs on, more than in training, they become worse: ALiBi fades what is")
+print("   far.")
 assert course.check_delta_rule(run) == "right"
 
 # %% [markdown]
