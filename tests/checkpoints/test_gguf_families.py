@@ -149,7 +149,7 @@ CASES = {
         "llama",
         "MixtralConfig",
         SIZES | NORM | ROPE | EXPERTS | {"num_local_experts": 4},
-        {"rope.freq_base": 700.0, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48},
+        {"rope.freq_base": 700.0, "expert_count": 4, "expert_used_count": 2},
     ),
     "smollm3": ("smollm3", "SmolLM3Config", SIZES | NORM | ROPE, {"rope.freq_base": 700.0}),
     "granite": ("granite", "GraniteConfig", SIZES | NORM | ROPE | GRANITE, GRANITE_KEYS),
@@ -167,8 +167,7 @@ CASES = {
         SIZES | NORM | ROPE | GRANITE
         | {"layer_types": ["attention"] * 4, "mamba_n_heads": 8, "num_local_experts": 4, "shared_intermediate_size": 20,
            "position_embedding_type": "rope"},
-        GRANITE_KEYS | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 20,
-                        "expert_feed_forward_length": 48},
+        GRANITE_KEYS | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 20},
     ),
     "cohere2": (
         "cohere2",

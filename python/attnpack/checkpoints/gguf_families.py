@@ -158,6 +158,7 @@ def _learned(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
+    """Experts that softmax scores, without groups."""
     file.refuse("expert_shared_count", "expert_group_count", "expert_group_used_count", usual=(0, 1))
     file.refuse("expert_weights_scale", usual=(0.0, 1.0))
     file.refuse("expert_gating_func", usual=(1, 3))  # softmax, of all experts or of those chosen
@@ -166,10 +167,16 @@ def _plain_experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str
     return _experts(file, normalize, **more)
 
 
+def _wide_experts(file: GgufSettings, **more: Any) -> dict[str, Any]:
+    """Experts each as wide as feed_forward_length: llama.cpp writes no width of theirs for these architectures."""
+    width = file.size("expert_feed_forward_length", file.size("feed_forward_length"))
+    return _plain_experts(file, normalize=True, **more) | {"hidden_dim": width}
+
+
 def _experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
     used = file.size("expert_used_count")
     return {
-        "hidden_dim": file.size("expert_feed_forward_length", file.size("feed_forward_length") // used),
+        "hidden_dim": file.size("expert_feed_forward_length", max(file.size("feed_forward_length") // used, 1)),
         "num_experts": file.size("expert_count"),
         "top_k": used,
         "normalize": normalize,
@@ -179,7 +186,7 @@ def _experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]
 
 def _llama(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """Llama, or Mixtral."""
-    return {"experts": _plain_experts(file, normalize=True)} if file.setting("expert_count") else {}
+    return {"experts": _wide_experts(file)} if file.setting("expert_count") else {}
 
 
 def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:

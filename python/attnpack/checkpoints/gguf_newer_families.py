@@ -12,8 +12,8 @@ from .gguf_families import (
     _SANDWICH,
     Architecture,
     _experts,
-    _plain_experts,
     _rotated,
+    _wide_experts,
     sliding_layers,
 )
 from .gguf_settings import GgufSettings
@@ -53,7 +53,7 @@ def _granite(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 def _granite_moe(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     shared = file.setting("expert_shared_feed_forward_length")
     width = file.size("expert_shared_feed_forward_length") if shared else None
-    return _granite(file, config) | {"experts": _plain_experts(file, normalize=True, shared_dim=width)}
+    return _granite(file, config) | {"experts": _wide_experts(file, shared_dim=width)}
 
 
 def _cohere2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
