@@ -252,10 +252,10 @@ for name, model in models.items():
 
 # %% [markdown]
 # GQA looks at each key by itself. It recalls all pairs, and pays for each. But this layer has no positions: of two
-# words for one key it cannot know the newer one. (Give it some: exercise 4.) The states have 4 heads of 16 x 16 numbers
-# for any text. They lay all pairs over each other, and the more pairs, the more they confuse. The sum also confuses
-# the words that were corrected with those that replaced them, even if there are few. The delta rule takes out the old
-# word as it writes the new one. Where nothing is corrected that buys nothing here: the sum does better.
+# words for one key it cannot know the newer one (`alibi=True` would give it some). The states have 4 heads of 16 x 16
+# numbers for any text. They lay all pairs over each other, and the more pairs, the more they confuse. The sum also
+# confuses the words that were corrected with those that replaced them, even if there are few. The delta rule takes out
+# the old word as it writes the new one. Where nothing is corrected that buys nothing here: the sum does better.
 #
 # So models mix both kinds: in Qwen3.5 every fourth layer is attention.
 
@@ -279,7 +279,6 @@ for name, model in models.items():
 # 2. What does the state hold after the same key was written with β = 1/2 and a value of 1, three times?
 # 3. *Implement* the delta rule token by token, for one head: q and k are `[L, D]`, v is `[L, Dv]`, and beta is `[L]`.
 #    The cell below checks it.
-# 4. Train the GQA model with `alibi=True` among its options. Which answers become better, and which worse?
 
 
 # %%
@@ -311,9 +310,6 @@ def run(q, k, v, beta):
 
 
 print("3.", course.check_delta_rule(run))
-print("4. Those to corrected keys become better: of two equal keys the nearer one now weighs more. Least with few")
-print("   pairs, where both are near. From 48 pairs on, more than in training, they become worse: ALiBi fades what is")
-print("   far.")
 assert course.check_delta_rule(run) == "right"
 
 # %% [markdown]

@@ -24,7 +24,7 @@ HARMLESS = {
     "eod_token_id", "classifier_dropout", "router_jitter_noise",
     "tie_word_embeddings",  # where the file has a head of its own: test_partial_checkpoints.py
 }  # fmt: skip
-# Of the layers that are refused.
+# Settings of layers that are refused.
 MAMBA = {
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
     "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",

@@ -8,8 +8,8 @@
 
 namespace attnpack::distributed {
 
-// Attention between pieces of one sequence: the operator's rules at the places that the pieces have in the whole. Of
-// the rules, kv_lens are those of the whole sequence.
+// Attention between pieces of one sequence: the operator's rules at the places that the pieces have in the whole.
+// The kv_lens among the rules are those of the whole sequence.
 
 // Whether any row may attend any of the keys, as far as positions say.
 bool sees(const AttentionOptions& rules, const Piece& rows, const Piece& keys);
