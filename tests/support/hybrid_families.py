@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from typing import Any, NamedTuple
@@ -97,10 +98,15 @@ HYBRIDS = {
 
 @functools.cache
 def hybrid_peer(name: str) -> torch.nn.Module:
-    """The model of transformers, with random weights that are large enough to tell."""
+    return changed_peer(name)
+
+
+def changed_peer(name: str, **changes: Any) -> torch.nn.Module:
+    """The model of transformers, with random weights that are large enough to tell, and some settings changed."""
     family = HYBRIDS[name]
     torch.manual_seed(0)
-    config = getattr(importlib.import_module(f"transformers.models.{family.folder}"), family.config)(**family.theirs)
+    settings = copy.deepcopy(family.theirs | changes)
+    config = getattr(importlib.import_module(f"transformers.models.{family.folder}"), family.config)(**settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight, tensor in (*model.named_parameters(), *model.named_buffers()):

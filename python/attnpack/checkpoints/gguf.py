@@ -13,7 +13,10 @@ from .._C import checkpoints
 from ..file_errors import excerpt
 from .gguf_families import ARCHITECTURES
 from .gguf_file import GgufFile
+from .gguf_hybrid_families import HYBRIDS
 from .gguf_newer_families import NEWER
+from .gguf_parts import Part
+from .gguf_rope import ROPE_FREQS, rope_scaling
 from .gguf_settings import GgufSettings
 
 _NAMES = {
@@ -22,19 +25,9 @@ _NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_ROPE_FREQS = "rope_freqs.weight"
-_NO_WEIGHTS = {_ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight"}
+_NO_WEIGHTS = {ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight"}
 _MOST_EXPERTS = 4096
 _ABSORBED_KEYS, _ABSORBED_VALUES = ".attn_k_b.weight", ".attn_v_b.weight"
-# Settings of RoPE scaling that must have these values.
-_ROPE_DEFAULTS = {
-    "alpha": 0.0,
-    "attn_factor": 1.0,
-    "yarn_attn_factor": 1.0,
-    "yarn_log_multiplier": 0.0,
-    "yarn_ext_factor": 1.0,
-}
-
 # Settings that change the mathematics and that CausalLM does not have: loading would silently drop them.
 _UNSUPPORTED_KEYS = (
     "attn_logit_softcapping",
@@ -70,11 +63,13 @@ _WIDTHS = (
 
 
 class Piece(NamedTuple):
-    """The rows of a file's tensor that make a tensor of the state dict."""
+    """The rows of a file's tensor that make a tensor of the state dict; where there is a `part`, it makes the tensor of
+    all rows."""
 
     tensor: str
     first: int
     shape: tuple[int, ...]
+    part: Part | None = None
 
 
 class GgufCheckpoint(GgufSettings):
@@ -83,7 +78,7 @@ class GgufCheckpoint(GgufSettings):
     def __init__(self, path: str | os.PathLike, max_positions: int | None = None) -> None:
         super().__init__(GgufFile(path))
         self.file.check_model()
-        known = ARCHITECTURES | NEWER
+        known = ARCHITECTURES | NEWER | HYBRIDS
         if self.arch not in known:
             raise ValueError(
                 f"{self.path}: architecture {excerpt(repr(self.arch))} is not supported; from_gguf reads "
@@ -91,9 +86,13 @@ class GgufCheckpoint(GgufSettings):
             )
         self.family = known[self.arch]
         self._sizes = self._checked_sizes()
+        self.parts = self.family.parts(self)
         names = self.family.layer_names(self.file.tensors)
         self.pieces: dict[str, Piece] = {}
+        further = tuple(f"blk.{self._sizes['num_layers'] + i}." for i in range(self._further_layers()))
         for name in self.file.tensors.keys() - _NO_WEIGHTS:
+            if further and name.startswith(further):
+                continue
             self.pieces |= self._pieces_of(name, names)
         self.shapes = {name: piece.shape for name, piece in self.pieces.items()}
         self.config = self._model_config(max_positions)
@@ -103,6 +102,11 @@ class GgufCheckpoint(GgufSettings):
         piece = self.pieces[name]
         if piece.tensor.endswith(_ABSORBED_KEYS):
             self._read_latent_heads(piece.tensor, out)
+            return
+        if piece.part is not None:
+            stored = torch.empty(self.file.tensors[piece.tensor].shape, device="cpu")
+            self.file.read(piece.tensor, stored)
+            out.copy_(piece.part.make(stored))
             return
         self.file.read(piece.tensor, out, piece.first)
         if heads := self._interleaved_heads(name):
@@ -115,6 +119,9 @@ class GgufCheckpoint(GgufSettings):
         piece = self.pieces[name]
         if piece.tensor.endswith((_ABSORBED_KEYS, _ABSORBED_VALUES)) or len(piece.shape) != 2:
             return None
+        if piece.part is not None:
+            found = self.file.blocks(piece.tensor, 0, self.file.tensors[piece.tensor].shape[0])
+            return piece.part.make(found).contiguous() if piece.part.rows and found is not None else None
         found = self.file.blocks(piece.tensor, piece.first, piece.shape[0])
         heads = self._interleaved_heads(name)
         if found is None or not heads:
@@ -131,9 +138,14 @@ class GgufCheckpoint(GgufSettings):
         """The tensors of the state dict that the file's tensor `name` holds, by their names."""
         stem, _, kind = name.rpartition(".")
         shape = self.file.tensors[name].shape
+        whole = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+)", name)
+        if whole and whole[2] in self.parts:
+            layer = f"model.layers.{whole[1]}." if whole[1] else ""
+            made = self.parts[whole[2]]
+            return {f"{layer}{part.name}": Piece(name, 0, part.shape(self.path, name, shape), part) for part in made}
         if stem in _NAMES:
             return {f"{_NAMES[stem]}.{kind}": Piece(name, 0, shape)}
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
         layer, part = (f"model.layers.{match[1]}.", match[2]) if match else ("", "")
         if part in self.family.fused:
             targets = self.family.fused[part]
@@ -194,19 +206,39 @@ class GgufCheckpoint(GgufSettings):
         return {target.replace("*", str(e)): Piece(name, e * rows, shape[1:]) for e in range(shape[0])}
 
     def _checked_sizes(self) -> dict[str, int]:
-        if any(isinstance(self.setting(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
+        if isinstance(self.setting("attention.head_count"), list):
             raise ValueError(f"{self.path}: head counts that differ from layer to layer are not supported")
         embed_dim, num_heads = self.size("embedding_length"), self.size("attention.head_count")
         sizes = {
             "embed_dim": embed_dim,
-            "num_layers": self.size("block_count"),
+            "num_layers": self.size("block_count") - self._further_layers(),
             "num_heads": num_heads,
-            "num_kv_heads": self.size("attention.head_count_kv", num_heads),
+            "num_kv_heads": self._num_kv_heads(num_heads),
             "head_dim": self.size("attention.key_length", embed_dim // num_heads),
         }
         most = max(num_heads, sizes["num_kv_heads"])
         checkpoints.check_sizes(str(self.path), len(self.file.tensors), sizes["num_layers"], most, sizes["head_dim"])
         return sizes
+
+    def _further_layers(self) -> int:
+        """Layers behind the last that only draft tokens: they are not read."""
+        if "nextn_predict_layers" not in self.family.settings or not self.setting("nextn_predict_layers"):
+            return 0
+        count, all_layers = self.size("nextn_predict_layers"), self.size("block_count")
+        if count >= all_layers:
+            raise ValueError(
+                f"{self.path}: {self.arch}.nextn_predict_layers is {count}, wants less than block_count, {all_layers}"
+            )
+        return count
+
+    def _num_kv_heads(self, num_heads: int) -> int:
+        listed = self.setting("attention.head_count_kv")
+        if not isinstance(listed, list):
+            return self.size("attention.head_count_kv", num_heads)
+        counts = sorted({*listed} - {0}) if self.family.hybrid else []
+        if len(counts) != 1 or type(counts[0]) is not int or counts[0] < 1:
+            raise ValueError(f"{self.path}: head counts that differ from layer to layer are not supported")
+        return counts[0]
 
     def _model_config(self, max_positions: int | None) -> dict[str, Any]:
         family, shapes, head_dim = self.family, self.shapes, self._sizes["head_dim"]
@@ -227,13 +259,14 @@ class GgufCheckpoint(GgufSettings):
         if "rope.freq_base_swa" not in family.settings:
             self.refuse("rope.freq_base_swa", usual=(base,))
         eps = self.number("attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon")
-        first = "model.layers.0."
+        attends = min((name for name in shapes if name.endswith("self_attn.q_proj.weight")), default="model.layers.0.")
+        first = attends.removesuffix("self_attn.q_proj.weight")
         config = self._sizes | {
             "vocab_size": shapes.get("model.embed_tokens.weight", (0,))[0],
             "hidden_dim": self.size("feed_forward_length"),
             "max_positions": positions,
             "rope_base": base,
-            "rope_scaling": self._rope_scaling(head_dim),
+            "rope_scaling": rope_scaling(self, head_dim, family.settings),
             "eps": eps,
             "norm": "layer" if family.layer_norm else "rms",
             "tie_embeddings": "lm_head.weight" not in shapes,
@@ -264,45 +297,3 @@ class GgufCheckpoint(GgufSettings):
                 f"context of {positions}; pass max_positions={width} or less"
             )
         return None
-
-    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        factor = self.setting("rope.scaling.factor", self.setting("rope.scale_linear", 1.0))
-        kind = self.setting("rope.scaling.type", "linear" if factor != 1.0 else "none")
-        for key, usual in _ROPE_DEFAULTS.items():
-            if f"rope.scaling.{key}" in self.family.settings:
-                continue
-            if (value := self.setting(f"rope.scaling.{key}", usual)) != usual:
-                raise ValueError(
-                    f"{self.path}: {self.arch}.rope.scaling.{key} = {excerpt(repr(value))} is not supported yet"
-                )
-        if _ROPE_FREQS in self.file.tensors:
-            return self._divided_frequencies(head_dim, kind, factor)
-        if kind == "none" or (kind == "linear" and factor == 1.0):
-            return None
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": factor}
-        if kind != "yarn":
-            raise ValueError(
-                f"{self.path}: {self.arch}.rope.scaling.type is {excerpt(repr(kind))}; readable are 'none', 'linear' "
-                "and 'yarn'"
-            )
-        names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        given = {ours: self.setting(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
-        trained = self.setting("rope.scaling.original_context_length") or self.required_setting("context_length")
-        return {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": trained,
-            **{name: value for name, value in given.items() if value},
-        }
-
-    def _divided_frequencies(self, head_dim: int, kind: str, factor: float) -> dict[str, Any]:
-        """The scaling that rope_freqs.weight describes. It holds a divisor for each frequency, the result of Llama 3's
-        scaling. This is LongRoPE with the same list for all lengths."""
-        if kind not in ("none", "linear") or factor != 1.0:
-            raise ValueError(
-                f"{self.path}: has {_ROPE_FREQS} together with rope.scaling.type {excerpt(repr(kind))}, which is not "
-                "supported"
-            )
-        values = self.vector(_ROPE_FREQS, head_dim // 2)
-        return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0}

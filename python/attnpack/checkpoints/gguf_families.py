@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .gguf_parts import Part
 from .gguf_settings import GgufSettings
 
 _LLAMA = {
@@ -59,6 +60,10 @@ class Architecture:
     """Settings beside Llama's that `options` reads."""
     windows: bool = False
     """`options` says the window of each layer."""
+    hybrid: bool = False
+    """Some layers may be recurrent. Where head counts are listed, these have no heads of keys."""
+    parts: Callable[[GgufSettings], Mapping[str, tuple[Part, ...]]] = lambda file: {}
+    """Tensors of a layer, by their whole names, that hold other rows, shapes or numbers than the state dict."""
 
     def layer_names(self, tensors: Collection[str]) -> dict[str, str]:
         if "blk.0.attn_norm_2.weight" in tensors:  # of Falcon-40B, in which attn_norm is that of the feed-forward
