@@ -225,7 +225,7 @@ for name, (kind, sizes, options) in layers.items():
         label = f"{name}, " + ("half of them corrected" if corrected else "told once")
         print(f"{label:34}", *(f"{share:5.0%}" for share in shares))
 
-# %% tags=["hide-input", "card"] jupyter={"source_hidden": true}
+# %% tags=["hide-input"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), dpi=110, layout="constrained", sharey=True)
 for corrected, panel in enumerate(axes):
     for name, line, colour in zip(layers, ("o-", "s--", "^-."), (BLUE, ORANGE, GREEN), strict=True):

@@ -11,6 +11,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.nn import cached_twin
+from small_lm import greedy, small_lm
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,11 +20,7 @@ IDS = torch.tensor([[3, 14, 15, 9, 26]])
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    model = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # so that tokens differ
+    model = small_lm()
     model.generate(IDS, max_new_tokens=1)
     return model
 
@@ -36,18 +33,10 @@ def made(monkeypatch):
     return made
 
 
-@torch.no_grad()
-def greedy(model, new=6):
-    ids = IDS
-    for _ in range(new):
-        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids
-
-
 def check(model, before=None):
     """generate gives what the Python module gives, and not what it gave before."""
     tokens = model.generate(IDS, max_new_tokens=6)
-    assert torch.equal(tokens, greedy(model))
+    assert torch.equal(tokens, greedy(model, IDS, 6))
     assert before is None or not torch.equal(tokens, before)
     return tokens
 

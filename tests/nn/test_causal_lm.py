@@ -9,29 +9,17 @@ import attnpack
 import pytest
 import torch
 from latent_cases import HEADS, SIZES, E
+from small_lm import greedy, small_lm
 from torch import nn
 from transformers.generation.logits_process import TopKLogitsWarper
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    model = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # so that tokens differ
-    return model
+    return small_lm()
 
 
 IDS = torch.tensor([[3, 14, 15, 9, 26], [5, 35, 8, 9, 7]])
-
-
-@torch.no_grad()
-def greedy(model, ids, new):
-    """Greedy tokens of the Python module, which computes everything anew for each token."""
-    for _ in range(new):
-        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])

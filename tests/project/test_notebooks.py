@@ -113,9 +113,9 @@ def test_teaches(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_what_only_draws_or_measures_is_folded_and_solutions_too(script):
-    """By tags for the site, and by JupyterLab's own. The tag "card" names the picture of the notebook on the site."""
+    """By tags for the site, and by JupyterLab's own."""
     for cell in code_cells(jupytext.read(script)):
-        tags, folded = [tag for tag in cell.metadata.get("tags", []) if tag != "card"], cell.metadata.get("jupyter", {})
+        tags, folded = cell.metadata.get("tags", []), cell.metadata.get("jupyter", {})
         if cell.source.startswith("# Solutions. Try first"):
             assert tags == ["hide-cell"] and folded == {"source_hidden": True, "outputs_hidden": True}
         elif re.search(r"plt\.show\(\)|perf_counter\(|time_in_turn\(|picture\.draw\(|live\.run\(", cell.source):

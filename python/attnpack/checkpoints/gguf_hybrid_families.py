@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .gguf_families import _EXPERTS, Architecture, _plain_experts, _rotated, _wide_experts
-from .gguf_newer_families import _FACTORS, _SHARED, _granite
+from .gguf_families import _EXPERTS, Architecture, _plain_experts, _rotated
+from .gguf_newer_families import _FACTORS, _SHARED, _granite, _granite_moe
 from .gguf_parts import Part, channels_first, cut_heads, group_heads, log_decay
 from .gguf_settings import GgufSettings
 
@@ -81,7 +81,8 @@ def _lfm2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 def _granite_hybrid(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     # llama.cpp normalises each group by itself, transformers all groups as one.
     file.refuse("ssm.group_count", usual=(1,))
-    options = _granite(file, config) | _recurrent(
+    attention = _granite_moe if file.setting("expert_count") else _granite
+    return attention(file, config) | _recurrent(
         "mamba2",
         _without_keys(file, config["num_layers"]),
         num_v_heads=file.size("ssm.time_step_rank"),
@@ -92,11 +93,6 @@ def _granite_hybrid(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, 
         conv_bias=any(name.endswith("self_attn.conv1d.bias") for name in file.shapes),
         bias=any(name.endswith("self_attn.in_proj.bias") for name in file.shapes),
     )
-    if not file.setting("expert_count"):
-        return options
-    shared = file.setting("expert_shared_feed_forward_length")
-    width = file.size("expert_shared_feed_forward_length") if shared else None
-    return options | {"experts": _wide_experts(file, shared_dim=width)}
 
 
 def _mamba_parts(file: GgufSettings) -> _Parts:

@@ -116,3 +116,11 @@ def first_steps(size: int, device: torch.device | str | None, dtype: torch.dtype
         return bias
     steps = bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
     return steps + (-torch.expm1(-steps)).log()  # softplus(x + log(1 - exp(-x))) = x
+
+
+def log_of_uniform(
+    shape: tuple[int, ...], least: float, most: float, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """log(x) for x drawn from (least, most), a new A_log."""
+    rates = torch.empty(shape, device=device, dtype=dtype)
+    return rates if rates.is_meta else rates.uniform_(least, most).log_()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ... import cpp, ops
 from ..linear import project, project_all
 from ..norm import RMSNorm
-from .base import RecurrentLayer, States, first_steps
+from .base import RecurrentLayer, States, first_steps, log_of_uniform
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -60,9 +60,8 @@ class GatedDeltaNet(RecurrentLayer):
         super().__init__()
         twin = self._configure(locals())
         self.dt_bias = nn.Parameter(first_steps(num_v_heads, device, dtype))
-        rates = torch.empty(num_v_heads, device=device, dtype=dtype)
         # Kept away from 0, whose log is -inf.
-        self.A_log = nn.Parameter(rates if rates.is_meta else rates.uniform_(0.01, 16).log_())
+        self.A_log = nn.Parameter(log_of_uniform((num_v_heads,), 0.01, 16, device, dtype))
         self._make_children(twin, device, dtype)
 
     def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

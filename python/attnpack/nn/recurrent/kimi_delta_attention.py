@@ -9,7 +9,7 @@ from ... import cpp, ops
 from ..linear import project, project_all
 from ..native import NativeModule
 from ..norm import RMSNorm
-from .base import RecurrentLayer, States, first_steps
+from .base import RecurrentLayer, States, first_steps, log_of_uniform
 
 
 class ForgetGate(NativeModule):
@@ -32,8 +32,7 @@ class ForgetGate(NativeModule):
         super().__init__()
         twin = self._configure(locals())
         self.dt_bias = nn.Parameter(first_steps(num_heads * head_dim, device, dtype))
-        rates = torch.empty(1, 1, num_heads, 1, device=device, dtype=dtype)
-        self.A_log = nn.Parameter(rates if rates.is_meta else rates.uniform_(1, 16).log_())
+        self.A_log = nn.Parameter(log_of_uniform((1, 1, num_heads, 1), 1, 16, device, dtype))
         self._make_children(twin, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ... import cpp, ops
 from ..linear import project
 from ..norm import RMSNorm
-from .base import RecurrentLayer, States, first_steps
+from .base import RecurrentLayer, States, first_steps, log_of_uniform
 
 
 class Mamba2(RecurrentLayer):
@@ -60,8 +60,7 @@ class Mamba2(RecurrentLayer):
         super().__init__()
         twin = self._configure(locals())
         self.dt_bias = nn.Parameter(first_steps(num_heads, device, dtype))
-        rates = torch.empty(num_heads, device=device, dtype=dtype)
-        self.A_log = nn.Parameter(rates if rates.is_meta else rates.uniform_(1, 16).log_())
+        self.A_log = nn.Parameter(log_of_uniform((num_heads,), 1, 16, device, dtype))
         self.D = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
         self._make_children(twin, device, dtype)
 
