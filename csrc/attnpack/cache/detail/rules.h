@@ -75,7 +75,7 @@ Changed cache_advance(const CacheSnapshot& snapshot, const std::optional<at::Ten
 // For a PagedCache.
 Changed cache_fork(const CacheSnapshot& snapshot, const at::Tensor& index);
 Changed cache_release(const CacheSnapshot& snapshot, const at::Tensor& rows);
-// The end of take_back: gives back the pages after the snapshot positions.
+// The end of take_back: gives back the pages after the positions that the cache holds.
 Changed cache_give_back(const CacheSnapshot& snapshot);
 
 // The state of an empty SlidingWindowCache.
