@@ -31,12 +31,12 @@ SHAPES = [
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_attention_as_torchs_own(shapes):
     q, k, v = tensors(*shapes, requires_grad=True)
-    forward = sdpa_flop_count(*shapes)
+    heads = shapes[0][1]
+    full = [(s[0], heads, *s[2:]) for s in shapes]  # torch's formulas want as many kv heads: forward until 2.12
+    forward = sdpa_flop_count(*full)
     assert count(lambda: attention(q, k, v, causal=True)) == forward
     with sdpa_kernel(SDPBackend.MATH):
         assert count(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)) == forward
-    heads = shapes[0][1]
-    full = [(s[0], heads, *s[2:]) for s in shapes]  # torch's formula of the backward wants as many kv heads
     out_shape = (*shapes[0][:3], shapes[2][3])
     backward = sdpa_backward_flop_count(out_shape, *full)
     assert count(lambda: attention(q, k, v, window=(1, 1)).sum().backward()) == forward + backward

@@ -142,10 +142,11 @@ class KVCache:
         """Runs when the former state is there again."""
 
     def clone(self) -> KVCache:
-        """A deep copy."""
+        """A deep copy. In a compiled function the attributes that a subclass adds stay behind."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._change("clone")
+        if not torch.compiler.is_compiling():  # which cannot copy a __dict__ in torch 2.11
+            other.__dict__.update(self.__dict__)
+        other._tensors, other._numbers = self._call_rule("clone")
         return other
 
     def __copy__(self) -> KVCache:

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <cstdlib>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -17,6 +18,8 @@ using attnpack::distributed::Group;
 // The result of program(group) on each rank, or its error.
 template <typename Program>
 std::vector<std::string> on_ranks(int size, const Program& program) {
+  // torch's record of collectives is one per process, and torch 2.11 writes it without a lock.
+  setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> results(size);
   std::vector<std::thread> threads;
