@@ -341,8 +341,16 @@ def test_rows_that_do_not_fit_are_refused(tmp_path):
 
 def test_halves_of_latent_heads_come_together(tmp_path):
     path, model = tmp_path / "model.gguf", random_model("deepseek_v3")
-    refused(write(path, "deepseek_v3", model, without="attn_v_b"), "attn_k_b", "shapes [4, 10, 8] and []")
-    refused(write(path, "deepseek_v3", model, without="attn_k_b"), "attn_k_b", "shapes [] and [4, 9, 10]")
+    for half, other in (("attn_k_b", "attn_v_b"), ("attn_v_b", "attn_k_b")):
+        words = f"blk.0.{other}.weight comes with blk.0.{half}.weight, which the file lacks"
+        refused(write(path, "deepseek_v3", model, without=half), words)
+    arch, _, _, metadata = CASES["deepseek_v3"]
+    tensors = gguf_models.tensors_of(model, arch, absorbed=True)
+    tensors["blk.0.attn_v_b.weight"] = tensors["blk.0.attn_v_b.weight"][:, :, 1:]
+    gguf_models.write(
+        path, arch, metadata | {"embedding_length": 32, "attention.head_count": 4, "block_count": 4}, tensors
+    )
+    refused(path, "attn_k_b.weight has shape [4, 10, 8], blk.0.attn_v_b.weight has shape [4, 9, 9], which its config")
     refused(write(path, "deepseek_v3", model, nextn_predict_layers=1), "nextn_predict_layers = 1 is not supported")
     refused(write(path, "deepseek_v3", model, leading_dense_block_count="x"), "leading_dense_block_count is 'x'")
     refused(write(path, "deepseek_v3", model, expert_gating_func=3), "expert_gating_func = 3 is not supported")

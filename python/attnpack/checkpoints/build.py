@@ -42,8 +42,9 @@ def from_gguf(
 
     Architectures: llama (Llama, Mistral, Mixtral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2
     (OLMo 2 and 3), starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2, smollm3, granite, granitemoe,
-    cohere2, glm4, exaone4, mistral3, seed_oss, hunyuan-dense, ernie4_5, arcee, phi2, gptneox, stablelm, minimax-m2;
-    with recurrent layers lfm2, granitehybrid, qwen35 (Qwen3.5, dense) and qwen3next.
+    cohere2, glm4, exaone4, mistral3, seed_oss, hunyuan-dense, ernie4_5, arcee, phi2, gptneox, stablelm, minimax-m2,
+    llama4, gemma4 (without experts); with recurrent layers lfm2, lfm2moe, granitehybrid, qwen35, qwen35moe (Qwen3.5),
+    qwen3next and kimi-linear.
     `max_positions` limits the file's own context length. Resident memory grows by the size of the weights in `dtype`
     and little more. Raises ValueError, naming the file, for a file that is foreign, truncated, incomplete or of another
     architecture; ImportError without the package `gguf`.
