@@ -66,29 +66,6 @@ HYBRIDS = {
                      "normalize": True, "scaling": 2.446, "num_groups": 2, "top_groups": 1, "shared_dim": 12},
          "layer_settings": [{"experts": False}, {"recurrent": False}, {}]},
     ),
-    "lfm2_moe": Hybrid(
-        "lfm2_moe", "Lfm2MoeConfig",
-        {name: size for name, size in SIZES.items() if name != "rms_norm_eps"} | {
-            "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "num_dense_layers": 1,
-            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        OURS | {"tie_embeddings": True, "rope_base": 500.0, "qk_norm": {"eps": 1e-5},
-                "recurrent": {"kind": "gated_convolution", "conv_kernel_size": 3},
-                "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "scores": "sigmoid", "correction": True,
-                            "normalize": True},
-                "layer_settings": [{"experts": False}, {"recurrent": False}, {}]},
-    ),
-    "qwen3_5_moe": Hybrid(
-        "qwen3_5_moe", "Qwen3_5MoeTextConfig",
-        {name: size for name, size in SIZES.items() if name != "intermediate_size"} | DELTA
-        | {"head_dim": 8, "rope_parameters": HALF, "num_experts": 4, "num_experts_per_tok": 2,
-           "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
-        OURS_QWEN | {
-            "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "normalize": True, "shared_dim": 20,
-                        "shared_gate": True},
-            "layer_settings": ATTENDS,
-        },
-    ),
     "granitemoehybrid": Hybrid(
         "granitemoehybrid", "GraniteMoeHybridConfig",
         SIZES | GRANITE | {"layer_types": KINDS, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6,
@@ -118,6 +95,33 @@ HYBRIDS = {
     ),
 }  # fmt: skip
 
+# Families that from_gguf reads, and from_hf does not yet.
+OF_GGUF = {
+    "lfm2_moe": Hybrid(
+        "lfm2_moe", "Lfm2MoeConfig",
+        {name: size for name, size in SIZES.items() if name != "rms_norm_eps"} | {
+            "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "num_dense_layers": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        OURS | {"tie_embeddings": True, "rope_base": 500.0, "qk_norm": {"eps": 1e-5},
+                "recurrent": {"kind": "gated_convolution", "conv_kernel_size": 3},
+                "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "scores": "sigmoid", "correction": True,
+                            "normalize": True},
+                "layer_settings": [{"experts": False}, {"recurrent": False}, {}]},
+    ),
+    "qwen3_5_moe": Hybrid(
+        "qwen3_5_moe", "Qwen3_5MoeTextConfig",
+        {name: size for name, size in SIZES.items() if name != "intermediate_size"} | DELTA
+        | {"head_dim": 8, "rope_parameters": HALF, "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+        OURS_QWEN | {
+            "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "normalize": True, "shared_dim": 20,
+                        "shared_gate": True},
+            "layer_settings": ATTENDS,
+        },
+    ),
+}  # fmt: skip
+
 
 @functools.cache
 def hybrid_peer(name: str) -> torch.nn.Module:
@@ -126,7 +130,7 @@ def hybrid_peer(name: str) -> torch.nn.Module:
 
 def changed_peer(name: str, **changes: Any) -> torch.nn.Module:
     """The model of transformers, with random weights that are large enough to tell, and some settings changed."""
-    family = HYBRIDS[name]
+    family = (HYBRIDS | OF_GGUF)[name]
     torch.manual_seed(0)
     settings = copy.deepcopy(family.theirs | changes)
     config = getattr(importlib.import_module(f"transformers.models.{family.folder}"), family.config)(**settings)
