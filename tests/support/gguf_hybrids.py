@@ -24,7 +24,7 @@ def hybrid_tensors(model: Any, arch: str) -> dict[str, np.ndarray]:
             for part, tensor in _experts(arch, last, value, bias=False).items():
                 tensors[f"blk.{layer.removeprefix('model.layers.')}.ffn_{part}_exps.weight"] = tensor
             continue
-        for name, part in _CHANGES[arch](config, key, value):
+        for name, part in CHANGES[arch](config, key, value):
             found = table.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found, name
             tensors[found] = np.ascontiguousarray(part.numpy())
@@ -105,7 +105,7 @@ def _kimi_linear(config: Any, key: str, value: Tensor) -> Iterator[tuple[str, Te
         yield name.replace("e_score_correction_bias", "e_score_correction.bias"), value
 
 
-_CHANGES = {
+CHANGES = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "granitehybrid": _granite,
