@@ -47,6 +47,13 @@ WIDTHS = {"attention.key_length": 12, "attention.value_length": 12}
 YARN_KEYS = {"rope.freq_base": 700.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 YARN_KEYS |= {"rope.scaling.original_context_length": 16}
 GROWTH = {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}
+LATE = YARN | GROWTH | {"original_max_position_embeddings": 24}
+MISTRAL4 = DEEPSEEK | {"q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+MISTRAL4_KEYS = LATENT | YARN_KEYS
+MISTRAL4_KEYS |= {"attention.head_count_kv": 1, "attention.q_lora_rank": 12, "attention.key_length": 16,
+                  "attention.value_length": 10, "attention.key_length_mla": 14, "attention.value_length_mla": 9,
+                  "expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_norm": True,
+                  "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.original_context_length": 24}  # fmt: skip
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.7}
 GRANITE_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.4, "attention.scale": 0.2, "logit_scale": 0.7}
 GRANITE_KEYS |= {"rope.freq_base": 700.0}
@@ -136,6 +143,17 @@ CASES = {
            "attention.value_length": 10, "attention.key_length_mla": 14, "attention.value_length_mla": 9,
            "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_norm": True,
            "expert_weights_scale": 1.5, "expert_gating_func": 2, "rope.freq_base": 700.0},
+    ),
+    # Growth that the converter leaves out: it begins behind the text.
+    "mistral4": ("mistral4", "Mistral4Config", MISTRAL4 | {"rope_parameters": LATE}, MISTRAL4_KEYS),
+    # Growth as files of the consolidated format have it.
+    "mistral4_growth": (
+        "mistral4",
+        "Mistral4Config",
+        MISTRAL4 | {"rope_parameters": YARN | GROWTH | {"original_max_position_embeddings": 6}},
+        MISTRAL4_KEYS
+        | {"rope.scaling.original_context_length": 6, "attention.temperature_scale": 0.4,
+           "attention.temperature_length": 6},
     ),
     "olmo3": (
         "olmo2",
@@ -253,7 +271,9 @@ def random_model(name):
     torch.manual_seed(0)
     _, config, settings, _ = CASES[name]
     given = getattr(transformers, config)(**copy.deepcopy(settings))  # which transformers changes
-    model = AutoModelForCausalLM.from_config(given, attn_implementation="eager").eval()
+    own = config == "Mistral4Config"  # which AutoModelForCausalLM does not know
+    make = transformers.Mistral4ForCausalLM._from_config if own else AutoModelForCausalLM.from_config
+    model = make(given, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -276,7 +296,7 @@ def write(path, name, model, without="nothing", **changes):
     if "num_key_value_heads" in settings:
         values["attention.head_count_kv"] = settings["num_key_value_heads"]
     values |= metadata | {key.replace("__", "."): value for key, value in changes.items()}
-    tensors = gguf_models.tensors_of(model, arch, absorbed=name == "deepseek_v3")
+    tensors = gguf_models.tensors_of(model, arch, absorbed=name == "deepseek_v3" or arch == "mistral4")
     return gguf_models.write(path, arch, values, {t: array for t, array in tensors.items() if without not in t})
 
 

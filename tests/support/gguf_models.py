@@ -141,6 +141,8 @@ def _latent_halves(config: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def _experts(arch: str, stem: str, value: Tensor, bias: bool) -> dict[str, np.ndarray]:
     value = value.transpose(1, 2) if arch in ("gpt-oss", "llama4") and not bias else value
+    if stem == "gate_up_proj" and arch == "mistral4":
+        return {"gate_up": _array(value)}
     if stem == "gate_up_proj":
         halves = (value[:, ::2], value[:, 1::2]) if arch == "gpt-oss" else value.chunk(2, 1)
         return {name: _array(half) for name, half in zip(("gate", "up"), halves, strict=True)}

@@ -209,8 +209,12 @@ def join_latent_heads(file: GgufSettings) -> list[Recipe]:
 
 
 def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V2 and V3."""
+    """DeepSeek-V2 and V3, and Mistral's models of their kind, whose scores grow with the position."""
     options = latent(file, config) | {"rope_interleaved": True}
+    if file.setting("attention.temperature_scale"):
+        growth = {"llama_4_scaling_beta": file.number("attention.temperature_scale")}
+        growth["original_max_position_embeddings"] = float(file.size("attention.temperature_length"))
+        options["latent"]["query_scale"] = {"type": "log", **growth}
     scaling = config["rope_scaling"]
     if scaling is not None:  # the file holds 0.1 * mscale_all_dim, and llama.cpp takes mscale to be the same number
         power = {"mscale_all_dim": file.number("rope.scaling.yarn_log_multiplier", 1.0) / 0.1}
@@ -223,6 +227,18 @@ def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     return join_layers(options | mixture, dense_first(file, config["num_layers"]))
 
 
+_DEEPSEEK2 = Architecture(
+    _deepseek2,
+    EXPERTS | SHARED | CORRECTION | LATENT,
+    settings=(
+        "expert_count",
+        "attention.temperature_scale",
+        "attention.value_length",
+        "rope.dimension_count",
+        "rope.scaling.yarn_log_multiplier",
+    ),
+    recipes=join_latent_heads,
+)
 ARCHITECTURES = {
     "llama": Architecture(_llama, EXPERTS, interleaved=True, settings=("expert_count",)),
     "qwen2": Architecture(),
@@ -253,10 +269,6 @@ ARCHITECTURES = {
         settings=("expert_count",),
         windows=True,
     ),
-    "deepseek2": Architecture(
-        _deepseek2,
-        EXPERTS | SHARED | CORRECTION | LATENT,
-        settings=("expert_count", "attention.value_length", "rope.dimension_count", "rope.scaling.yarn_log_multiplier"),
-        recipes=join_latent_heads,
-    ),
+    "deepseek2": _DEEPSEEK2,
+    "mistral4": _DEEPSEEK2,
 }  # fmt: skip
