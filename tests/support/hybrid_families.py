@@ -93,10 +93,6 @@ HYBRIDS = {
                 "recurrent": {"kind": "gated_convolution", "conv_kernel_size": 3, "bias": True},
                 "layer_settings": ATTENDS},
     ),
-}  # fmt: skip
-
-# Families that from_gguf reads, and from_hf does not yet.
-OF_GGUF = {
     "lfm2_moe": Hybrid(
         "lfm2_moe", "Lfm2MoeConfig",
         {name: size for name, size in SIZES.items() if name != "rms_norm_eps"} | {
@@ -130,7 +126,7 @@ def hybrid_peer(name: str) -> torch.nn.Module:
 
 def changed_peer(name: str, **changes: Any) -> torch.nn.Module:
     """The model of transformers, with random weights that are large enough to tell, and some settings changed."""
-    family = (HYBRIDS | OF_GGUF)[name]
+    family = HYBRIDS[name]
     torch.manual_seed(0)
     settings = copy.deepcopy(family.theirs | changes)
     config = getattr(importlib.import_module(f"transformers.models.{family.folder}"), family.config)(**settings)
