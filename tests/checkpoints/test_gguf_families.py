@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from attnpack.checkpoints.gguf_file import GgufFile
 from gguf_models import LAYER_NORM
 from transformers import AutoModelForCausalLM
 
@@ -320,6 +321,24 @@ def test_transformers_reads_the_same_weights(name, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", config=model.config).state_dict()
     for key, value in model.state_dict().items():
         torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "seed_oss", "glm4"])
+@torch.no_grad()
+def test_queries_keys_and_values_in_one_tensor(name, tmp_path):
+    """As the converter writes them with --fuse-qkv: also where rows are stored as pairs, and with biases."""
+    theirs = random_model(name)
+    tensors = gguf_models.tensors_of(theirs, CASES[name][0])
+    for q in [tensor for tensor in tensors if ".attn_q." in tensor]:
+        parts = [tensors.pop(q.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[q.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    write(tmp_path / "x", name, theirs)
+    metadata = GgufFile(tmp_path / "x").metadata
+    arch = CASES[name][0]
+    own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(arch)}
+    ours = attnpack.CausalLM.from_gguf(gguf_models.write(tmp_path / "y", arch, own, tensors))
+    ids = torch.randint(96, (1, 9))
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
 
 
 def refused(path, *words):

@@ -183,7 +183,9 @@ def compare(name: str, settings: dict[str, Any], folder: Path) -> Outcome:
     except Exception:
         return "no model", ""
     # The model is compared as transformers reads it from the file, where some settings mean something else.
-    again = type(model).from_pretrained(directory, attn_implementation="eager").eval()
+    # A Mistral with layer_types is a Ministral there.
+    loader = transformers.AutoModelForCausalLM if name == "mistral" else type(model)
+    again = loader.from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = again(TEXT).logits
     return compare_logits(attnpack.CausalLM.from_hf, directory, wanted, changed)

@@ -47,7 +47,6 @@ _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     """State dict names of a layer's tensors beside Llama's; `*` stands for the number of an expert."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors whose rows are those of several projections."""
+    """Tensors whose rows are those of several projections, beside attn_qkv."""
     interleaved: bool = False
     """The rows of q and k are stored as interleaved RoPE pairs."""
     layer_norm: bool = False
@@ -254,14 +253,14 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         _phi3,
-        fused={"attn_qkv": _QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
+        fused={"ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
         settings=("rope.dimension_count", "rope.scaling.attn_factor"),
     ),
     "starcoder2": Architecture(lambda file, config: {"activation": "gelu_tanh"}, layer_norm=True),
-    "gpt2": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
-    "starcoder": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
+    "gpt2": Architecture(_learned, layer_norm=True),
+    "starcoder": Architecture(_learned, layer_norm=True),
     "falcon": Architecture(
-        _falcon, fused={"attn_qkv": _QKV}, layer_norm=True, settings=("use_parallel_residual",)
+        _falcon, layer_norm=True, settings=("use_parallel_residual",)
     ),
     "gpt-oss": Architecture(
         _gpt_oss,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..file_errors import excerpt
 from .gguf_experts import CORRECTION, EXPERTS, SHARED, sigmoid_experts, wide_experts
-from .gguf_families import _QKV, _SANDWICH, Architecture, _rotated, sliding_layers
+from .gguf_families import _SANDWICH, Architecture, _rotated, sliding_layers
 from .gguf_settings import GgufSettings
 
 _OUTPUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -169,10 +169,9 @@ NEWER = {
     "hunyuan-dense": Architecture(_hunyuan),
     "ernie4_5": Architecture(lambda file, config: {"rope_interleaved": True}),
     "arcee": Architecture(lambda file, config: {"activation": "relu2"}, interleaved=True),
-    "phi2": Architecture(_phi2, fused={"attn_qkv": _QKV}, layer_norm=True, settings=("rope.dimension_count",)),
+    "phi2": Architecture(_phi2, layer_norm=True, settings=("rope.dimension_count",)),
     "gptneox": Architecture(
         _gptneox,
-        fused={"attn_qkv": _QKV},
         layer_norm=True,
         settings=("rope.dimension_count", "use_parallel_residual"),
     ),

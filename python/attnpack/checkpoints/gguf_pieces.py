@@ -27,7 +27,9 @@ _NAMES = {
 }
 _NO_WEIGHTS = {ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight"}
 _MOST_EXPERTS = 4096
-# Experts whose gate and up follow each other, as the converter's --fuse-gate-up-exps writes them.
+# Projections whose rows follow each other, in some architectures or by the converter's --fuse-qkv and
+# --fuse-gate-up-exps.
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FUSED_EXPERTS = ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj")
 # Settings that change the mathematics and that CausalLM does not have: loading would silently drop them.
 _UNSUPPORTED_KEYS = (
@@ -108,8 +110,8 @@ class GgufPieces(GgufSettings):
             return {f"{_NAMES[stem]}.{kind}": Piece(name, 0, shape)}
         match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
         layer, part = (f"model.layers.{match[1]}.", match[2]) if match else ("", "")
-        if part in self.family.fused:
-            targets = self.family.fused[part]
+        fused_rows = _QKV if part == "attn_qkv" and part not in names else None
+        if targets := self.family.fused.get(part, fused_rows):
             return self._split(name, [f"{layer}{target}.{kind}" for target in targets], shape)
         fused = part == "ffn_gate_up_exps" and "ffn_gate_exps" in names and len(shape) == 3
         if not fused and part not in names:
