@@ -5,6 +5,7 @@ import json
 import attnpack
 import pytest
 import torch
+import transformers
 from attnpack._C import checkpoints
 from families import FAMILIES, SIZES, peer_of
 from hf_checkpoints import edit_config, saved_once
@@ -47,7 +48,6 @@ UNUSED = {
     "smollm3": {"no_rope_layer_interval", "use_sliding_window", "sliding_window"},  # the layers' lists say it
     "smollm3_windows": {"no_rope_layer_interval", "use_sliding_window"},
     "exaone4": {"sliding_window_pattern"},
-    "cohere2": {"head_dim"},
     "seed_oss": {"attention_dropout"},
     "gpt_neox": {"is_decoder"},
     "mistral4": {"head_dim", "qk_head_dim"},
@@ -93,6 +93,16 @@ def test_both_languages_load_the_model_of_transformers(name, directory_of):
     assert native.generate(TEXT, max_new_tokens=6).equal(tokens)
     ours, theirs = model.state_dict(), native.state_dict()
     assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+
+
+def test_heads_of_cohere_2_may_have_a_width_of_their_own(tmp_path):
+    config = transformers.Cohere2Config(**FAMILIES["cohere2"].theirs, head_dim=12)
+    peer = AutoModelForCausalLM.from_config(config).eval()
+    peer.save_pretrained(tmp_path)
+    native = checkpoints.causal_lm_from_hf(str(tmp_path), torch.float32, None)
+    with torch.no_grad():
+        for logits in (attnpack.CausalLM.from_hf(tmp_path)(TEXT), native.forward(TEXT)):
+            torch.testing.assert_close(logits, peer(TEXT).logits, rtol=1e-4, atol=1e-4)
 
 
 @EACH

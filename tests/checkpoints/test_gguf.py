@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attnpack import checkpoints
-from attnpack.checkpoints.gguf import GgufFile
+from attnpack.checkpoints.gguf_file import GgufFile
 from memory_growth import growth
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 

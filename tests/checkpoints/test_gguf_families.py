@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from attnpack.checkpoints.gguf_file import GgufFile
 from gguf_models import LAYER_NORM
 from transformers import AutoModelForCausalLM
 
@@ -47,6 +48,13 @@ WIDTHS = {"attention.key_length": 12, "attention.value_length": 12}
 YARN_KEYS = {"rope.freq_base": 700.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 YARN_KEYS |= {"rope.scaling.original_context_length": 16}
 GROWTH = {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}
+LATE = YARN | GROWTH | {"original_max_position_embeddings": 24}
+MISTRAL4 = DEEPSEEK | {"q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+MISTRAL4_KEYS = LATENT | YARN_KEYS
+MISTRAL4_KEYS |= {"attention.head_count_kv": 1, "attention.q_lora_rank": 12, "attention.key_length": 16,
+                  "attention.value_length": 10, "attention.key_length_mla": 14, "attention.value_length_mla": 9,
+                  "expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_norm": True,
+                  "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.original_context_length": 24}  # fmt: skip
 GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.7}
 GRANITE_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.4, "attention.scale": 0.2, "logit_scale": 0.7}
 GRANITE_KEYS |= {"rope.freq_base": 700.0}
@@ -136,6 +144,17 @@ CASES = {
            "attention.value_length": 10, "attention.key_length_mla": 14, "attention.value_length_mla": 9,
            "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_norm": True,
            "expert_weights_scale": 1.5, "expert_gating_func": 2, "rope.freq_base": 700.0},
+    ),
+    # Growth that the converter leaves out: it begins behind the text.
+    "mistral4": ("mistral4", "Mistral4Config", MISTRAL4 | {"rope_parameters": LATE}, MISTRAL4_KEYS),
+    # Growth as files of the consolidated format have it.
+    "mistral4_growth": (
+        "mistral4",
+        "Mistral4Config",
+        MISTRAL4 | {"rope_parameters": YARN | GROWTH | {"original_max_position_embeddings": 6}},
+        MISTRAL4_KEYS
+        | {"rope.scaling.original_context_length": 6, "attention.temperature_scale": 0.4,
+           "attention.temperature_length": 6},
     ),
     "olmo3": (
         "olmo2",
@@ -253,7 +272,9 @@ def random_model(name):
     torch.manual_seed(0)
     _, config, settings, _ = CASES[name]
     given = getattr(transformers, config)(**copy.deepcopy(settings))  # which transformers changes
-    model = AutoModelForCausalLM.from_config(given, attn_implementation="eager").eval()
+    own = config == "Mistral4Config"  # which AutoModelForCausalLM does not know
+    make = transformers.Mistral4ForCausalLM._from_config if own else AutoModelForCausalLM.from_config
+    model = make(given, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -276,7 +297,7 @@ def write(path, name, model, without="nothing", **changes):
     if "num_key_value_heads" in settings:
         values["attention.head_count_kv"] = settings["num_key_value_heads"]
     values |= metadata | {key.replace("__", "."): value for key, value in changes.items()}
-    tensors = gguf_models.tensors_of(model, arch, absorbed=name == "deepseek_v3")
+    tensors = gguf_models.tensors_of(model, arch, absorbed=name == "deepseek_v3" or arch == "mistral4")
     return gguf_models.write(path, arch, values, {t: array for t, array in tensors.items() if without not in t})
 
 
@@ -300,6 +321,24 @@ def test_transformers_reads_the_same_weights(name, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", config=model.config).state_dict()
     for key, value in model.state_dict().items():
         torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "seed_oss", "glm4"])
+@torch.no_grad()
+def test_queries_keys_and_values_in_one_tensor(name, tmp_path):
+    """As the converter writes them with --fuse-qkv: also where rows are stored as pairs, and with biases."""
+    theirs = random_model(name)
+    tensors = gguf_models.tensors_of(theirs, CASES[name][0])
+    for q in [tensor for tensor in tensors if ".attn_q." in tensor]:
+        parts = [tensors.pop(q.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[q.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    write(tmp_path / "x", name, theirs)
+    metadata = GgufFile(tmp_path / "x").metadata
+    arch = CASES[name][0]
+    own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(arch)}
+    ours = attnpack.CausalLM.from_gguf(gguf_models.write(tmp_path / "y", arch, own, tensors))
+    ids = torch.randint(96, (1, 9))
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
 
 
 def refused(path, *words):
@@ -341,8 +380,16 @@ def test_rows_that_do_not_fit_are_refused(tmp_path):
 
 def test_halves_of_latent_heads_come_together(tmp_path):
     path, model = tmp_path / "model.gguf", random_model("deepseek_v3")
-    refused(write(path, "deepseek_v3", model, without="attn_v_b"), "attn_k_b", "shapes [4, 10, 8] and []")
-    refused(write(path, "deepseek_v3", model, without="attn_k_b"), "attn_k_b", "shapes [] and [4, 9, 10]")
+    for half, other in (("attn_k_b", "attn_v_b"), ("attn_v_b", "attn_k_b")):
+        words = f"blk.0.{other}.weight comes with blk.0.{half}.weight, which the file lacks"
+        refused(write(path, "deepseek_v3", model, without=half), words)
+    arch, _, _, metadata = CASES["deepseek_v3"]
+    tensors = gguf_models.tensors_of(model, arch, absorbed=True)
+    tensors["blk.0.attn_v_b.weight"] = tensors["blk.0.attn_v_b.weight"][:, :, 1:]
+    gguf_models.write(
+        path, arch, metadata | {"embedding_length": 32, "attention.head_count": 4, "block_count": 4}, tensors
+    )
+    refused(path, "attn_k_b.weight has shape [4, 10, 8], blk.0.attn_v_b.weight has shape [4, 9, 9], which its config")
     refused(write(path, "deepseek_v3", model, nextn_predict_layers=1), "nextn_predict_layers = 1 is not supported")
     refused(write(path, "deepseek_v3", model, leading_dense_block_count="x"), "leading_dense_block_count is 'x'")
     refused(write(path, "deepseek_v3", model, expert_gating_func=3), "expert_gating_func = 3 is not supported")

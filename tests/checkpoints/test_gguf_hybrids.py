@@ -27,6 +27,11 @@ DELTA = {"ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.i
          "ssm.time_step_rank": 6, "full_attention_interval": 2, "rope.dimension_count": 4, "rope.freq_base": 500.0,
          "attention.key_length": 8, "attention.value_length": 8}  # fmt: skip
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 20}
+LATENT = {"attention.head_count_kv": [0, 1, 0], "ssm.conv_kernel": 4, "kda.head_dim": 8, "attention.kv_lora_rank": 10,
+          "rope.dimension_count": 8, "attention.key_length": 18, "attention.key_length_mla": 14,
+          "attention.value_length_mla": 7, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 12,
+          "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_scale": 2.446,
+          "expert_gating_func": 2, "expert_group_count": 2, "expert_group_used_count": 1}  # fmt: skip
 SIX_HEADS = {"linear_num_value_heads": 6}
 
 # name: (architecture of GGUF, family of hybrid_families, its settings changed, metadata beside the sizes)
@@ -49,6 +54,30 @@ CASES = {
         LISTED | SCALES | MAMBA | {"rope.dimension_count": 8},
     ),
     "qwen3_5": ("qwen35", "qwen3_5", SIX_HEADS, DELTA | {"rope.dimension_sections": [11, 11, 10, 0]}),
+    "granite_groups": (
+        "granitehybrid", "granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 48},
+        LISTED | SCALES | MAMBA | {"ssm.group_count": 2},
+    ),
+    "lfm2moe": (
+        "lfm2moe", "lfm2_moe", {},
+        LISTED | EXPERTS | {"expert_feed_forward_length": 12, "leading_dense_block_count": 1, "shortconv.l_cache": 3,
+                            "expert_gating_func": 2, "rope.freq_base": 500.0,
+                            "expert_shared_feed_forward_length": None},
+    ),
+    "qwen3_5_moe": (
+        "qwen35moe", "qwen3_5_moe", SIX_HEADS,
+        DELTA | EXPERTS | {"rope.dimension_sections": [11, 11, 10, 0], "expert_feed_forward_length": 12,
+                           "feed_forward_length": None},
+    ),
+    "kimi_linear": (
+        "kimi-linear", "kimi_linear", {"linear_num_heads": 4},
+        LATENT | {"attention.q_lora_rank": None},
+    ),
+    "kimi_linear_low_rank": (
+        "kimi-linear", "kimi_linear",
+        {"linear_num_heads": 4, "q_lora_rank": 12, "norm_topk_prob": True, "n_group": 1, "n_shared_experts": 2},
+        LATENT | {"attention.q_lora_rank": 12, "expert_group_count": 1, "expert_shared_count": 2},
+    ),
     "qwen3_next": (
         "qwen3next", "qwen3_next", SIX_HEADS | {"mlp_only_layers": []},
         DELTA | EXPERTS | {"expert_feed_forward_length": 12},
@@ -95,7 +124,49 @@ def test_listed_layers_and_layers_that_draft(tmp_path):
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "count"), [("lfm2", 18), ("qwen3_5", 21), ("qwen3_next", 21)])
+def test_sources_of_one_tensor_come_together(tmp_path):
+    for lacks, has in (("ssm_conv1d_k", "ssm_conv1d_q"), ("ssm_conv1d_q", "ssm_conv1d_k"), ("attn_v_b", "attn_k_b")):
+        with pytest.raises(ValueError, match=rf"{has}.weight comes with blk.\d.{lacks}.weight, which the file lacks"):
+            attnpack.CausalLM.from_gguf(written(tmp_path / "x", "kimi_linear", without=f"{lacks}.weight"))
+
+
+@torch.no_grad()
+def test_experts_in_one_tensor(tmp_path):
+    """As the converter writes them with --fuse-gate-up-exps; convolutions without dims of 1, as quantised files may
+    have them."""
+    for name in ("qwen3_5_moe", "kimi_linear"):
+        arch, theirs, metadata, tensors = case(name)
+        for gate in [tensor for tensor in tensors if "ffn_gate_exps" in tensor]:
+            both = [tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))]
+            tensors[gate.replace("gate", "gate_up")] = np.concatenate(both, 1)
+        tensors = {t: array.squeeze() if "ssm_" in t else array for t, array in tensors.items()}
+        ours = attnpack.CausalLM.from_gguf(gguf_models.write(tmp_path / "x", arch, metadata, tensors))
+        ids = torch.randint(96, (1, 9))
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_each_source_is_read_once(tmp_path, monkeypatch):
+    """The queries and their gate come of one tensor of the file."""
+    from attnpack.checkpoints.gguf_file import GgufFile
+
+    path = written(tmp_path / "x", "qwen3_5")
+    for read, how in (("read", "expanded"), ("blocks", "stored")):
+        original, names = getattr(GgufFile, read), []
+
+        def counted(self, name, *arguments, original=original, names=names):
+            names.append(name)
+            return original(self, name, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GgufFile, read, counted)
+            attnpack.CausalLM.from_gguf(path, weights=how)
+        assert sorted(names) == sorted({*names}) and "blk.1.attn_q.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("lfm2", 18), ("qwen3_5", 21), ("qwen3_next", 21), ("lfm2moe", 11), ("kimi_linear", 24)]
+)
 @torch.no_grad()
 def test_stored_weights_are_the_same(name, count, tmp_path):
     """Rows that change places do so as blocks; out_proj of Qwen3.5, whose columns do, becomes numbers."""
@@ -119,7 +190,15 @@ def test_stored_weights_are_the_same(name, count, tmp_path):
         ("lfm2", {"attention__sliding_window": 8}, "lfm2.attention.sliding_window = 8 is not supported"),
         ("lfm2", {"attention__causal": False}, "lfm2.attention.causal is False"),
         ("lfm2", {"shortconv__l_cache": None}, "lacks lfm2.shortconv.l_cache"),
-        ("granite_dense", {"ssm__group_count": 2}, "granitehybrid.ssm.group_count = 2 is not supported"),
+        ("granite_dense", {"ssm__group_count": 2}, "conv1d.weight has shape [76, 1, 4], its configuration asks"),
+        ("granite_groups", {"ssm__group_count": 3}, "num_groups: got 3, which does not divide num_heads 8"),
+        ("lfm2moe", {"expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1 is not supported"),
+        ("lfm2moe", {"expert_weights_scale": 2.0}, "lfm2moe.expert_weights_scale = 2.0 is not supported"),
+        ("qwen3_5_moe", {"expert_shared_feed_forward_length": None}, "lacks qwen35moe.expert_shared_feed_forward"),
+        ("kimi_linear", {"attention__head_count_kv": [0, 0, 0]}, "head counts that differ from layer to layer"),
+        ("kimi_linear", {"attention__head_count_kv": [0, -1, 0]}, "head_count_kv is [0, -1, 0], wants ints of at"),
+        ("kimi_linear", {"kda__head_dim": None}, "lacks kimi-linear.kda.head_dim"),
+        ("kimi_linear", {"expert_gating_func": 3}, "kimi-linear.expert_gating_func = 3 is not supported"),
         (
             "granite_dense",
             {"ssm__time_step_rank": 7},

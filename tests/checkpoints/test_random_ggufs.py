@@ -8,10 +8,10 @@ import pytest
 from fuzz import ggufs
 
 
-def test_sixty_files():
-    counts, wrong = ggufs.run(0, 60, 600)
+def test_a_hundred_files():
+    counts, wrong = ggufs.run(0, 100, 600)
     assert not wrong
-    assert counts["equal"] > 40 and counts["refused"] > 2
+    assert counts["equal"] > 70 and counts["refused"] > 4
 
 
 @pytest.mark.long

@@ -155,7 +155,7 @@ def write_vocabulary(path, tokens, merges, **values):
 @pytest.fixture(scope="module")
 def vocabulary():
     """SmolLM2's tokens and merges."""
-    from attnpack.checkpoints.gguf import GgufFile
+    from attnpack.checkpoints.gguf_file import GgufFile
 
     data = GgufFile(smollm2_path()).metadata
     return data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]

@@ -147,6 +147,11 @@ def test_another_teacher_is_checked(converted, capsys):
     random_model(LlamaConfig(**{**MHA, "num_hidden_layers": 2})).save_pretrained(converted.parent / "other")
     assert cli.main(arguments(converted, "--teacher", converted.parent / "other")) == 2
     assert "has num_layers 2, the model to train 3" in capsys.readouterr().err
+    (converted.parent / "empty").mkdir()
+    for name, what in (("nowhere", "which is not there"), ("empty", "a directory without config.json")):
+        assert cli.main(arguments(converted, "--teacher", converted.parent / name)) == 2
+        wanted = f"--teacher: got {converted.parent / name}, {what}; give the original, a Hugging Face directory or a"
+        assert wanted in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(arguments(converted, "--minutes", "0"))
     assert cli.main(arguments(converted, "--learning-rate", "-1")) == 2

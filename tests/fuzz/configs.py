@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from families import FAMILIES, SIZES, Family, peer_from
+from hybrid_families import HYBRIDS
 
 from fuzz import loaded
 from fuzz.loaded import TEXT, Outcome, compare_logits
@@ -24,6 +25,7 @@ BASES = FAMILIES | {
     "qwen2": Family("Qwen2Config", SIZES, {}),
     "qwen3": Family("Qwen3Config", SIZES | {"head_dim": 12}, {}),
 }
+BASES |= {name: Family(family.config, family.theirs, family.ours) for name, family in HYBRIDS.items()}
 # Fields about tokens, training and saving: the mathematics does not read them.
 IGNORED = {
     "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range",
@@ -139,6 +141,10 @@ def drawn(seed: int) -> tuple[str, dict[str, Any]]:
         settings["layer_types"] = [rng.choice(kinds) for _ in range(count)]
     elif name == "gemma4" and rng.random() < 0.7:
         settings["layer_types"] = [rng.choice(KINDS) for _ in range(count - 1)] + ["full_attention"]
+    elif name in HYBRIDS:
+        if "layer_types" in base.theirs:
+            words = base.theirs["layer_types"] if rng.random() < 0.9 else KINDS
+            settings["layer_types"] = [rng.choice(words) for _ in range(count)]
     elif name.startswith("granite_hybrid"):
         settings["layer_types"] = [rng.choice(["attention", "full_attention"])] * count
     elif "layer_types" in fields or rng.random() < 0.1:
@@ -177,7 +183,9 @@ def compare(name: str, settings: dict[str, Any], folder: Path) -> Outcome:
     except Exception:
         return "no model", ""
     # The model is compared as transformers reads it from the file, where some settings mean something else.
-    again = type(model).from_pretrained(directory, attn_implementation="eager").eval()
+    # A Mistral with layer_types is a Ministral there.
+    loader = transformers.AutoModelForCausalLM if name == "mistral" else type(model)
+    again = loader.from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = again(TEXT).logits
     return compare_logits(attnpack.CausalLM.from_hf, directory, wanted, changed)

@@ -158,11 +158,13 @@ def test_wrong_options_are_named():
     ("qwen3_5", {"attention_bias": True}, "attention_bias"),
     ("qwen3_next", {"linear_num_value_heads": 8}, "asks for|does not fit"),
     ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+    ("kimi_linear", {"qk_rope_head_dim": 0, "head_dim": 0}, "qk_rope_head_dim in config.json is 0, wants an int of"),
     ("kimi_linear", {"linear_attn_config": {"kda_layers": [9]}, "layer_types": None}, "names layer 9, wants 1 to 3"),
     ("lfm2", {"conv_bias": False}, "unexpected"),
     ("granitemoehybrid", {"layer_types": ["mamba", "slow", "mamba"]}, "wants 'attention' or 'mamba' for each of 3"),
     ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads in config.json is 7, which does not divide 64"),
     ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit in config.json is"),
+    ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' in config.json is not supported"),
     ("bamba", {"attn_layer_indices": [3]}, "names layer 3, wants 0 to 2"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(name, change, message, directory_of, tmp_path):

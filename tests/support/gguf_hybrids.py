@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf_models import _experts, _named
+from gguf_models import _experts, _latent_halves, _named, split_at_experts
 from torch import Tensor, cat
 
 
@@ -19,12 +19,12 @@ def hybrid_tensors(model: Any, arch: str) -> dict[str, np.ndarray]:
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        layer, _, last = key.replace(".block_sparse_moe.experts.", ".mlp.experts.").partition(".mlp.experts.")
+        layer, _, last = split_at_experts(key)
         if last:
             for part, tensor in _experts(arch, last, value, bias=False).items():
                 tensors[f"blk.{layer.removeprefix('model.layers.')}.ffn_{part}_exps.weight"] = tensor
             continue
-        for name, part in _CHANGES[arch](config, key, value):
+        for name, part in CHANGES[arch](config, key, value):
             found = table.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found, name
             tensors[found] = np.ascontiguousarray(part.numpy())
@@ -87,4 +87,30 @@ def _qwen3_5(config: Any, key: str, value: Tensor) -> Iterator[tuple[str, Tensor
     yield name, value
 
 
-_CHANGES = {"lfm2": _lfm2, "granitehybrid": _granite, "qwen3next": _qwen3_next, "qwen35": _qwen3_5}
+def _lfm2_moe(config: Any, key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    name, value = _decay(key, value)
+    yield name.replace(".expert_bias", ".expert_bias.bias"), value
+
+
+def _kimi_linear(config: Any, key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    name, value = _decay(key.replace(".forget_gate.", "."), value)
+    name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+    if name.endswith("conv1d.weight"):
+        for which, part in zip("qkv", value.chunk(3), strict=True):
+            yield name.replace("conv1d", f"{which}_conv1d"), part[None, :, None]
+    elif name.endswith("kv_b_proj.weight"):
+        for which, part in zip("kv", _latent_halves(config, value), strict=True):
+            yield name.replace("kv_b", f"{which}_b"), part
+    else:
+        yield name.replace("e_score_correction_bias", "e_score_correction.bias"), value
+
+
+CHANGES = {
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
+    "granitehybrid": _granite,
+    "qwen3next": _qwen3_next,
+    "qwen35": _qwen3_5,
+    "qwen35moe": _qwen3_5,
+    "kimi-linear": _kimi_linear,
+}

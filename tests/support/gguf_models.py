@@ -38,7 +38,7 @@ def tensors_of(model: Any, arch: str, absorbed: bool = False) -> dict[str, np.nd
             put(key.replace("kv_b", "k_b"), keys)
             put(key.replace("kv_b", "v_b"), values)
             continue
-        layer, _, last = key.replace(".block_sparse_moe.experts.", ".mlp.experts.").partition(".mlp.experts.")
+        layer, _, last = split_at_experts(key)
         if last:
             block = layer.removeprefix("model.layers.")
             for part, tensor in _experts(arch, last.removesuffix("_bias"), value, last.endswith("_bias")).items():
@@ -85,6 +85,13 @@ def write(
     return path
 
 
+def split_at_experts(key: str) -> tuple[str, str, str]:
+    """The layer, and the expert's tensor in it, whatever the family calls its mixture."""
+    for theirs in (".block_sparse_moe.experts.", ".feed_forward.experts."):
+        key = key.replace(theirs, ".mlp.experts.")
+    return key.partition(".mlp.experts.")
+
+
 def _array(value: Tensor) -> np.ndarray:
     return np.ascontiguousarray(value.numpy())
 
@@ -94,7 +101,7 @@ def _changed(arch: str, config: Any, key: str, value: Tensor) -> Tensor:
     heads, width = config.num_attention_heads, config.hidden_size
     if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return value.T
-    if arch.startswith("gemma") and key.endswith("norm.weight"):
+    if arch in ("gemma2", "gemma3") and key.endswith("norm.weight"):
         return value + 1
     if arch in PERMUTED and ("q_proj" in key or "k_proj" in key):
         of = heads if "q_proj" in key else config.num_key_value_heads
@@ -120,6 +127,8 @@ def _named(arch: str, config: Any, key: str, value: Tensor) -> list[tuple[str, T
     if ".shared_mlp." in key:
         shared = "mlp.shared_experts" if config.num_local_experts else "mlp"
         return [(key.replace("shared_mlp.output_linear", f"{shared}.down_proj"), value)]
+    if key.endswith(".layer_scalar"):
+        return [(f"{key}.weight", value)]
     key = key.replace(".block_sparse_moe.router.", ".mlp.gate.") if arch == "granitemoe" else key
     return [(key.replace("e_score_correction_bias", "e_score_correction.bias"), value)]
 
@@ -131,7 +140,9 @@ def _latent_halves(config: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _experts(arch: str, stem: str, value: Tensor, bias: bool) -> dict[str, np.ndarray]:
-    value = value.transpose(1, 2) if arch == "gpt-oss" and not bias else value
+    value = value.transpose(1, 2) if arch in ("gpt-oss", "llama4") and not bias else value
+    if stem == "gate_up_proj" and arch == "mistral4":
+        return {"gate_up": _array(value)}
     if stem == "gate_up_proj":
         halves = (value[:, ::2], value[:, 1::2]) if arch == "gpt-oss" else value.chunk(2, 1)
         return {name: _array(half) for name, half in zip(("gate", "up"), halves, strict=True)}
@@ -141,6 +152,13 @@ def _experts(arch: str, stem: str, value: Tensor, bias: bool) -> dict[str, np.nd
 def _frequencies(config: Any) -> dict[str, np.ndarray]:
     """The divisors of the frequencies that LongRoPE has, and those that come of Llama 3's scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if rope.get("rope_type") == "proportional":  # which leaves most dims as they are
+        half = next(
+            config.per_layer_config[i].head_dim // 2 for i, k in enumerate(config.layer_types) if k == "full_attention"
+        )
+        rotated = int(half * rope["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in ("short", "long")}
     if rope.get("rope_type") != "llama3":

@@ -93,6 +93,29 @@ HYBRIDS = {
                 "recurrent": {"kind": "gated_convolution", "conv_kernel_size": 3, "bias": True},
                 "layer_settings": ATTENDS},
     ),
+    "lfm2_moe": Hybrid(
+        "lfm2_moe", "Lfm2MoeConfig",
+        {name: size for name, size in SIZES.items() if name != "rms_norm_eps"} | {
+            "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "num_dense_layers": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        OURS | {"tie_embeddings": True, "rope_base": 500.0, "qk_norm": {"eps": 1e-5},
+                "recurrent": {"kind": "gated_convolution", "conv_kernel_size": 3},
+                "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "scores": "sigmoid", "correction": True,
+                            "normalize": True},
+                "layer_settings": [{"experts": False}, {"recurrent": False}, {}]},
+    ),
+    "qwen3_5_moe": Hybrid(
+        "qwen3_5_moe", "Qwen3_5MoeTextConfig",
+        {name: size for name, size in SIZES.items() if name != "intermediate_size"} | DELTA
+        | {"head_dim": 8, "rope_parameters": HALF, "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+        OURS_QWEN | {
+            "experts": {"hidden_dim": 12, "num_experts": 4, "top_k": 2, "normalize": True, "shared_dim": 20,
+                        "shared_gate": True},
+            "layer_settings": ATTENDS,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -42,8 +42,9 @@ def from_gguf(
 
     Architectures: llama (Llama, Mistral, Mixtral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2
     (OLMo 2 and 3), starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2, smollm3, granite, granitemoe,
-    cohere2, glm4, exaone4, mistral3, seed_oss, hunyuan-dense, ernie4_5, arcee, phi2, gptneox, stablelm, minimax-m2;
-    with recurrent layers lfm2, granitehybrid, qwen35 (Qwen3.5, dense) and qwen3next.
+    cohere2, glm4, exaone4, mistral3, seed_oss, hunyuan-dense, ernie4_5, arcee, phi2, gptneox, stablelm, minimax-m2,
+    mistral4, llama4, gemma4 (without experts); with recurrent layers lfm2, lfm2moe, granitehybrid, qwen35, qwen35moe
+    (Qwen3.5), qwen3next and kimi-linear.
     `max_positions` limits the file's own context length. Resident memory grows by the size of the weights in `dtype`
     and little more. Raises ValueError, naming the file, for a file that is foreign, truncated, incomplete or of another
     architecture; ImportError without the package `gguf`.
@@ -67,11 +68,11 @@ def from_hf(
     Families (model_type): llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, olmo2, starcoder2, gpt2,
     gpt_bigcode, falcon, gpt_oss, qwen3_moe, deepseek_v2, deepseek_v3, smollm3, granite, granitemoehybrid, cohere2,
     glm4, exaone4, olmo3, ministral, ministral3, mistral4, seed_oss, hunyuan_v1_dense, ernie4_5, helium, arcee, phi,
-    gpt_neox, stablelm, mixtral, minimax_m2, llama4_text, gemma4_text, qwen3_5_text, qwen3_next, olmo_hybrid,
-    kimi_linear, bamba, lfm2. Weights in FP8 (e4m3 with scales by block, as DeepSeek-V3 and Qwen3-FP8) and in MXFP4
-    (gpt-oss) become numbers of `dtype`; activations are not rounded to FP8. `dtype` (default fp32), `max_positions`,
-    memory and errors are as in `from_gguf`. A setting that CausalLM cannot compute, or that nothing here knows, raises
-    ValueError and is named.
+    gpt_neox, stablelm, mixtral, minimax_m2, llama4_text, gemma4_text, qwen3_5_text, qwen3_5_moe_text,
+    qwen3_next, olmo_hybrid, kimi_linear, bamba, lfm2, lfm2_moe. Weights in FP8 (e4m3 with scales by block, as
+    DeepSeek-V3 and Qwen3-FP8) and in MXFP4 (gpt-oss) become numbers of `dtype`; activations are not rounded to FP8.
+    `dtype` (default fp32), `max_positions`, memory and errors are as in `from_gguf`. A setting that CausalLM cannot
+    compute, or that nothing here knows, raises ValueError and is named.
     """
     return _load_model(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
 

@@ -3,11 +3,22 @@ beside Llama's. A setting that llama.cpp keeps in its code, and not in the file,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .gguf_parts import Part
+from .gguf_experts import (
+    CORRECTION,
+    EXPERTS,
+    SHARED,
+    SOFTMAX,
+    dense_first,
+    grouped_experts,
+    join_layers,
+    plain_experts,
+    wide_experts,
+)
+from .gguf_parts import Recipe, latent_heads
 from .gguf_settings import GgufSettings
 
 _LLAMA = {
@@ -23,24 +34,19 @@ _LLAMA = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
-    f"ffn_{name}_exps": f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")
-}
-_LATENT = {
+LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
-    "exp_probs_b": "mlp.gate.e_score_correction_bias",
-} | {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+}
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     """State dict names of a layer's tensors beside Llama's; `*` stands for the number of an expert."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors whose rows are those of several projections."""
+    """Tensors whose rows are those of several projections, beside attn_qkv."""
     interleaved: bool = False
     """The rows of q and k are stored as interleaved RoPE pairs."""
     layer_norm: bool = False
@@ -60,10 +66,12 @@ class Architecture:
     """Settings beside Llama's that `options` reads."""
     windows: bool = False
     """`options` says the window of each layer."""
-    hybrid: bool = False
-    """Some layers may be recurrent. Where head counts are listed, these have no heads of keys."""
-    parts: Callable[[GgufSettings], Mapping[str, tuple[Part, ...]]] = lambda file: {}
-    """Tensors of a layer, by their whole names, that hold other rows, shapes or numbers than the state dict."""
+    listed: tuple[str, ...] = ()
+    """Settings that may list a number for each layer; `options` reads them."""
+    recipes: Callable[[GgufSettings], Sequence[Recipe]] = lambda file: ()
+    """Tensors that hold other rows, shapes or numbers than the state dict, or several of it."""
+    unread: Callable[[GgufSettings], Sequence[str]] = lambda file: ()
+    """How the names of tensors begin that nothing reads."""
 
     def layer_names(self, tensors: Collection[str]) -> dict[str, str]:
         if "blk.0.attn_norm_2.weight" in tensors:  # of Falcon-40B, in which attn_norm is that of the feed-forward
@@ -162,43 +170,16 @@ def _learned(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"position_embedding": "learned", "activation": "gelu_tanh"}
 
 
-def _plain_experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
-    """Experts that softmax scores, without groups."""
-    file.refuse("expert_shared_count", "expert_group_count", "expert_group_used_count", usual=(0, 1))
-    file.refuse("expert_weights_scale", usual=(0.0, 1.0))
-    file.refuse("expert_gating_func", usual=(1, 3))  # softmax, of all experts or of those chosen
-    if file.setting("expert_weights_norm", normalize) is not normalize:
-        raise ValueError(f"{file.path}: {file.arch}.expert_weights_norm is not {normalize}, which is not supported yet")
-    return _experts(file, normalize, **more)
-
-
-def _wide_experts(file: GgufSettings, **more: Any) -> dict[str, Any]:
-    """Experts each as wide as feed_forward_length: llama.cpp writes no width of theirs for these architectures."""
-    width = file.size("expert_feed_forward_length", file.size("feed_forward_length"))
-    return _plain_experts(file, normalize=True, **more) | {"hidden_dim": width}
-
-
-def _experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
-    used = file.size("expert_used_count")
-    return {
-        "hidden_dim": file.size("expert_feed_forward_length", max(file.size("feed_forward_length") // used, 1)),
-        "num_experts": file.size("expert_count"),
-        "top_k": used,
-        "normalize": normalize,
-        **more,
-    }
-
-
 def _llama(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """Llama, or Mixtral."""
-    return {"experts": _wide_experts(file)} if file.setting("expert_count") else {}
+    return {"experts": wide_experts(file)} if file.setting("expert_count") else {}
 
 
 def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     more = {"gate_bias": True, "bias": True, "activation": "clamped_swiglu"}
     options: dict[str, Any] = {
         "scores": {"sinks": True},
-        "experts": _plain_experts(file, normalize=True, **more),
+        "experts": plain_experts(file, normalize=True, **more),
         "layer_settings": _windows(file, file.size("attention.sliding_window"), 2),
         "mlp_bias": False,
     }
@@ -207,52 +188,62 @@ def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V2 and V3. Files with attn_k_b and attn_v_b give the widths of the absorbed heads as key_length and
+def latent(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention. Files with attn_k_b and attn_v_b give the widths of the absorbed heads as key_length and
     value_length, and those of the heads themselves as key_length_mla and value_length_mla."""
     rotated, key_dim = file.size("rope.dimension_count"), file.size("attention.key_length_mla", config["head_dim"])
-    latent = {
+    sizes = {
         "kv_lora_rank": file.size("attention.kv_lora_rank"),
         "qk_nope_head_dim": key_dim - rotated,
         "qk_rope_head_dim": rotated,
         "v_head_dim": file.size("attention.value_length_mla", file.size("attention.value_length", key_dim)),
     }
     if file.setting("attention.q_lora_rank"):
-        latent["q_lora_rank"] = file.size("attention.q_lora_rank")
-    heads = {"num_kv_heads": None, "head_dim": None, "out_bias": None, "rope_interleaved": True, "latent": latent}
+        sizes["q_lora_rank"] = file.size("attention.q_lora_rank")
+    return {"num_kv_heads": None, "head_dim": None, "out_bias": None, "latent": sizes}
+
+
+def join_latent_heads(file: GgufSettings) -> list[Recipe]:
+    return [Recipe(("attn_k_b.weight", "attn_v_b.weight"), ("self_attn.kv_b_proj.weight",), latent_heads)]
+
+
+def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2 and V3, and Mistral's models of their kind, whose scores grow with the position."""
+    options = latent(file, config) | {"rope_interleaved": True}
+    if file.setting("attention.temperature_scale"):
+        growth = {"llama_4_scaling_beta": file.number("attention.temperature_scale")}
+        growth["original_max_position_embeddings"] = float(file.size("attention.temperature_length"))
+        options["latent"]["query_scale"] = {"type": "log", **growth}
     scaling = config["rope_scaling"]
     if scaling is not None:  # the file holds 0.1 * mscale_all_dim, and llama.cpp takes mscale to be the same number
         power = {"mscale_all_dim": file.number("rope.scaling.yarn_log_multiplier", 1.0) / 0.1}
         scaling = scaling | {"attention_factor": 1.0}
         scaling |= power if file.setting("rope.scaling.yarn_log_multiplier") else {}
-    heads["rope_scaling"] = scaling
+    options["rope_scaling"] = scaling
     if not file.setting("expert_count"):
-        return heads
-    file.refuse("expert_gating_func", usual=(1, 2))  # softmax, sigmoid
-    if type(normalize := file.setting("expert_weights_norm", False)) is not bool:
-        raise ValueError(f"{file.path}: {file.arch}.expert_weights_norm is {normalize!r:.80}, wants True or False")
-    width, shared = file.size("expert_feed_forward_length"), file.setting("expert_shared_count")
-    experts = _experts(
-        file,
-        normalize=normalize,
-        scores="sigmoid" if file.size("expert_gating_func", 1) == 2 else "softmax",
-        scaling=file.number("expert_weights_scale", 1.0),
-        num_groups=file.size("expert_group_count", 1),
-        top_groups=file.size("expert_group_used_count", 1),
-        shared_dim=width * file.size("expert_shared_count") if shared else None,
-        correction=any(name.endswith("e_score_correction_bias") for name in file.shapes),
-    )
-    dense = file.size("leading_dense_block_count") if file.setting("leading_dense_block_count") else 0
-    layers = [{"experts": i >= dense} for i in range(config["num_layers"])]
-    return heads | {"experts": experts, "layer_settings": layers}
+        return options
+    mixture = {"experts": grouped_experts(file, normalize=False, gating=SOFTMAX)}
+    return join_layers(options | mixture, dense_first(file, config["num_layers"]))
 
 
+_DEEPSEEK2 = Architecture(
+    _deepseek2,
+    EXPERTS | SHARED | CORRECTION | LATENT,
+    settings=(
+        "expert_count",
+        "attention.temperature_scale",
+        "attention.value_length",
+        "rope.dimension_count",
+        "rope.scaling.yarn_log_multiplier",
+    ),
+    recipes=join_latent_heads,
+)
 ARCHITECTURES = {
-    "llama": Architecture(_llama, _EXPERTS, interleaved=True, settings=("expert_count",)),
+    "llama": Architecture(_llama, EXPERTS, interleaved=True, settings=("expert_count",)),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen3moe": Architecture(
-        lambda file, config: {"experts": _plain_experts(file, normalize=True)}, _EXPERTS, settings=("expert_count",)
+        lambda file, config: {"experts": plain_experts(file, normalize=True)}, EXPERTS, settings=("expert_count",)
     ),
     "gemma2": Architecture(
         _gemma2, _SANDWICH, settings=("attn_logit_softcapping", "final_logit_softcapping"), windows=True
@@ -262,24 +253,21 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         _phi3,
-        fused={"attn_qkv": _QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
+        fused={"ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
         settings=("rope.dimension_count", "rope.scaling.attn_factor"),
     ),
     "starcoder2": Architecture(lambda file, config: {"activation": "gelu_tanh"}, layer_norm=True),
-    "gpt2": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
-    "starcoder": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
+    "gpt2": Architecture(_learned, layer_norm=True),
+    "starcoder": Architecture(_learned, layer_norm=True),
     "falcon": Architecture(
-        _falcon, fused={"attn_qkv": _QKV}, layer_norm=True, settings=("use_parallel_residual",)
+        _falcon, layer_norm=True, settings=("use_parallel_residual",)
     ),
     "gpt-oss": Architecture(
         _gpt_oss,
-        _EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
+        EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
         settings=("expert_count",),
         windows=True,
     ),
-    "deepseek2": Architecture(
-        _deepseek2,
-        _EXPERTS | _LATENT,
-        settings=("expert_count", "attention.value_length", "rope.dimension_count", "rope.scaling.yarn_log_multiplier"),
-    ),
+    "deepseek2": _DEEPSEEK2,
+    "mistral4": _DEEPSEEK2,
 }  # fmt: skip

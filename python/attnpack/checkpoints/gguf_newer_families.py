@@ -6,19 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .gguf_families import (
-    _EXPERTS,
-    _QKV,
-    _SANDWICH,
-    Architecture,
-    _experts,
-    _rotated,
-    _wide_experts,
-    sliding_layers,
-)
+from ..file_errors import excerpt
+from .gguf_experts import CORRECTION, EXPERTS, SHARED, sigmoid_experts, wide_experts
+from .gguf_families import _SANDWICH, Architecture, _rotated, sliding_layers
 from .gguf_settings import GgufSettings
 
-_SHARED = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _OUTPUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FACTORS = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 
@@ -53,7 +45,7 @@ def _granite(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 def _granite_moe(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     shared = file.setting("expert_shared_feed_forward_length")
     width = file.size("expert_shared_feed_forward_length") if shared else None
-    return _granite(file, config) | {"experts": _wide_experts(file, shared_dim=width)}
+    return _granite(file, config) | {"experts": wide_experts(file, shared_dim=width)}
 
 
 def _cohere2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,17 +117,45 @@ def _stablelm(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minimax_m2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
-    file.refuse("expert_gating_func", usual=(2,))  # sigmoid
-    experts = _experts(file, normalize=True, scores="sigmoid", correction=True)
+    experts = sigmoid_experts(file, normalize=True, correction=True)
     return _rotated(file, config) | {"qk_norm": {"all_heads": True, "eps": config["eps"]}, "experts": experts}
+
+
+# What llama.cpp keeps in its code of Llama 4: the width of a chunk, how the scores grow behind it, and the number of
+# experts of the model whose queries and keys have no norm.
+_CHUNK, _GROWTH, _WITHOUT_NORM = 8192, {"type": "llama4", "floor_scale": 8192.0, "attn_scale": 0.1}, 128
+
+
+def _llama4(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that rotate have chunks, and norms without weights behind the rotation; the scores of every fourth, which
+    does not, grow with the position. Weights of experts are factors on their inputs."""
+    if (window := file.setting("attention.sliding_window", _CHUNK)) != _CHUNK:
+        raise ValueError(
+            f"{file.path}: {file.arch}.attention.sliding_window is {excerpt(repr(window))}, wants {_CHUNK} or no such "
+            "key: llama.cpp reads no model of this architecture with other chunks"
+        )
+    chunked, step = sliding_layers(file, config["num_layers"], 4), file.size("interleave_moe_layer_step")
+    width = file.size("expert_feed_forward_length")
+    experts = sigmoid_experts(file, normalize=False, weigh_inputs=True, shared_dim=width)
+    normed = experts["num_experts"] != _WITHOUT_NORM
+    layers = [
+        {"rope": i % 4 != 3, "qk_norm": i % 4 != 3, "query_scale": i % 4 == 3, "experts": (i + 1) % step == 0}
+        | ({"chunk": _CHUNK} if each else {})
+        for i, each in enumerate(chunked)
+    ]
+    return {
+        "rope_interleaved": True,
+        "qk_norm": {"eps": config["eps"], "after_rope": True, "weights": False} if normed else False,
+        "scores": {"query_scale": _GROWTH},
+        "experts": experts,
+        "layer_settings": layers,
+    }
 
 
 NEWER = {
     "smollm3": Architecture(_smollm3, interleaved=True),
     "granite": Architecture(_granite, interleaved=True, settings=_FACTORS),
-    "granitemoe": Architecture(
-        _granite_moe, _EXPERTS | _SHARED, interleaved=True, settings=(*_FACTORS, "expert_count")
-    ),
+    "granitemoe": Architecture(_granite_moe, EXPERTS | SHARED, interleaved=True, settings=(*_FACTORS, "expert_count")),
     "cohere2": Architecture(_cohere2, layer_norm=True, settings=("logit_scale",), windows=True),
     "glm4": Architecture(
         _glm4, _SANDWICH, fused={"ffn_up": ("mlp.gate_proj", "mlp.up_proj")}, settings=("rope.dimension_count",)
@@ -149,17 +169,17 @@ NEWER = {
     "hunyuan-dense": Architecture(_hunyuan),
     "ernie4_5": Architecture(lambda file, config: {"rope_interleaved": True}),
     "arcee": Architecture(lambda file, config: {"activation": "relu2"}, interleaved=True),
-    "phi2": Architecture(_phi2, fused={"attn_qkv": _QKV}, layer_norm=True, settings=("rope.dimension_count",)),
+    "phi2": Architecture(_phi2, layer_norm=True, settings=("rope.dimension_count",)),
     "gptneox": Architecture(
         _gptneox,
-        fused={"attn_qkv": _QKV},
         layer_norm=True,
         settings=("rope.dimension_count", "use_parallel_residual"),
     ),
     "stablelm": Architecture(_stablelm, layer_norm=True, settings=("rope.dimension_count", "use_parallel_residual")),
     "minimax-m2": Architecture(
         _minimax_m2,
-        _EXPERTS | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        EXPERTS | CORRECTION,
         settings=("rope.dimension_count", "expert_count"),
     ),
+    "llama4": Architecture(_llama4, EXPERTS | SHARED, settings=("expert_count",), windows=True),
 }

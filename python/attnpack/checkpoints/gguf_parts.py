@@ -1,33 +1,44 @@
-"""Tensors of a GGUF file that hold a CausalLM's otherwise: other rows, other shapes, other numbers."""
+"""Tensors of a GGUF file that hold a CausalLM's otherwise: other rows, other shapes, other numbers, or several of them
+as one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from torch import Tensor, cat, empty
+import torch
+from torch import Tensor, cat
 
 from ..file_errors import excerpt
 
 
-class Part(NamedTuple):
-    """A layer's tensor by its state_dict name, and how it is made of the file's."""
+@dataclass(frozen=True)
+class Recipe:
+    """How tensors of a layer, by their state_dict names, are made of tensors of the file, all at once. Names come
+    without the number of the layer."""
 
-    name: str
-    make: Callable[[Tensor], Tensor] = lambda x: x
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    make: Callable[..., Sequence[Tensor]]
     rows: bool = False
-    """It only chooses and moves rows, so that blocks of stored weights may take their places as well."""
+    """It only chooses and moves rows of one source, so that blocks of stored weights may take their places as well."""
 
-    def shape(self, path: str | os.PathLike, tensor: str, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that it has, made of one of shape `stored`. Raises where that does not fit."""
+    def shapes(
+        self, path: str | os.PathLike, names: Sequence[str], stored: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """The shapes of the targets, made of sources of that name in the file and of these shapes. Raises where they do
+        not fit."""
         try:
-            return tuple(self.make(empty(stored, device="meta")).shape)
+            return [tuple(made.shape) for made in self.make(*(torch.empty(s, device="meta") for s in stored))]
         except (RuntimeError, IndexError) as error:
-            raise ValueError(
-                f"{path}: {excerpt(tensor)} has shape {list(stored)}, which its configuration does not fit; get the "
-                "file again"
-            ) from error
+            given = ", ".join(f"{excerpt(n)} has shape {list(s)}" for n, s in zip(names, stored, strict=True))
+            raise ValueError(f"{path}: {given}, which its configuration does not fit; get the file again") from error
+
+
+def one(source: str, target: str, make: Callable[[Tensor], Tensor] = lambda x: x, rows: bool = False) -> Recipe:
+    """One tensor of one."""
+    return Recipe((source,), (target,), lambda x: (make(x),), rows)
 
 
 def log_decay(x: Tensor) -> Tensor:
@@ -36,16 +47,17 @@ def log_decay(x: Tensor) -> Tensor:
 
 
 def channels_first(x: Tensor) -> Tensor:
-    """A convolution by channel, [channels, 1, taps], of one that is stored as [channels, taps]."""
-    return x.unsqueeze(1)
+    """A convolution by channel, [channels, 1, taps], of one that is stored as [channels, taps], or that with dims of
+    1."""
+    return x.reshape(-1, 1, x.shape[-1])
 
 
-def cut_heads(heads: int, sizes: tuple[int, ...], which: int) -> Callable[[Tensor], Tensor]:
-    """Rows that lie head by head, as pieces of these sizes: piece `which` of all heads."""
+def cut_heads(heads: int, *sizes: int) -> Callable[[Tensor], list[Tensor]]:
+    """Rows that lie head by head, as pieces of these sizes: each piece of all heads."""
 
-    def make(x: Tensor) -> Tensor:
+    def make(x: Tensor) -> list[Tensor]:
         whole = x.unflatten(0, (heads, sum(sizes)))
-        return whole.narrow(1, sum(sizes[:which]), sizes[which]).reshape(heads * sizes[which], *x.shape[1:])
+        return [piece.reshape(-1, *x.shape[1:]) for piece in whole.split(sizes, 1)]
 
     return make
 
@@ -60,3 +72,9 @@ def group_heads(groups: int, heads: int, first: int = 0, dim: int = 0) -> Callab
         return cat([before, by_turn.transpose(dim, dim + 1).reshape(turns.shape)], dim)
 
     return make
+
+
+def latent_heads(keys: Tensor, values: Tensor) -> list[Tensor]:
+    """kv_b_proj of a file that holds its two halves for absorbed heads: W_UK [heads, rank, qk_nope_head_dim] and W_UV
+    [heads, v_head_dim, rank]."""
+    return [cat([keys.transpose(1, 2), values], 1).flatten(0, 1)]

@@ -43,6 +43,19 @@ class GgufSettings:
             raise ValueError(f"{self.path}: {self.arch}.{key} is {excerpt(repr(value))}, wants an int of at least 1")
         return value
 
+    def by_layer(self, key: str, layers: int, default: int | None = None, least: int = 1) -> list[int]:
+        """A setting that is an int of at least 1 for all layers, or lists ints of at least `least`, one for each."""
+        listed = self.setting(key)
+        if not isinstance(listed, list):
+            return [self.size(key, default)] * layers
+        if len(listed) != layers:
+            raise ValueError(
+                f"{self.path}: {self.arch}.{key} lists {len(listed)} counts, wants one for each of {layers} layers"
+            )
+        if not all(type(each) is int and each >= least for each in listed):
+            raise ValueError(f"{self.path}: {self.arch}.{key} is {listed!r:.80}, wants ints of at least {least}")
+        return listed
+
     def number(self, key: str, default: float | None = None) -> float:
         """A setting that is a number above 0. Without a default it must be there."""
         value = self.required_setting(key) if default is None else self.setting(key, default)

@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
     out = "directory to make, which transformers opens as it is; with --to-gguf a file"
     convert.add_argument("out", type=Path, metavar="OUT", help=out)
-    wanted = convert.add_mutually_exclusive_group(required=True)
+    wanted = convert.add_mutually_exclusive_group()  # one is required: command.main says so, and what a flag lacks
     wanted.add_argument("--kv-heads", type=_positive, metavar="N", help="key-value heads of OUT")
     rank = "latent attention with latents of this width in every layer, written as a dense DeepSeek-V3"
     wanted.add_argument("--kv-lora-rank", type=_positive, metavar="R", help=rank)

@@ -51,8 +51,9 @@ CausalLMOptions usual_options(const HfSettings& config, const HfFamily& family, 
       .tie_embeddings(config.is_on("tie_word_embeddings", family.tied))
       .bias(bias)
       .out_bias(bias);
-  // A family may have heads of a size of its own, so the division is not checked here.
-  if (!config.get("head_dim").is_null()) {
+  // A family may have heads of a size of its own, so the division is not checked here. Those of latent attention follow
+  // from other settings.
+  if (!config.get("head_dim").is_null() && !config.has("qk_rope_head_dim")) {
     options.head_dim(config.size("head_dim"));
   } else if (width >= heads) {
     options.head_dim(width / heads);

@@ -38,10 +38,12 @@ void configure_llama4(const HfSettings& config, CausalLMOptions& options);
 
 // hf_hybrid_families.cpp: recurrent layers, with attention every few layers
 void configure_qwen_hybrid(const HfSettings& config, CausalLMOptions& options);
+void configure_qwen3_5_moe(const HfSettings& config, CausalLMOptions& options);
 void configure_qwen3_next(const HfSettings& config, CausalLMOptions& options);
 void configure_olmo_hybrid(const HfSettings& config, CausalLMOptions& options);
 void configure_kimi_linear(const HfSettings& config, CausalLMOptions& options);
 void configure_bamba(const HfSettings& config, CausalLMOptions& options);
 void configure_lfm2(const HfSettings& config, CausalLMOptions& options);
+void configure_lfm2_moe(const HfSettings& config, CausalLMOptions& options);
 
 }  // namespace attnpack

@@ -204,6 +204,7 @@ const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
                         {"num_experts_per_tok", "num_experts_per_token", true},
                         {"n_shared_experts", "num_shared_experts", true}};
 const HfAliases kOfLfm2{{"rms_norm_eps", "norm_eps"}};
+const HfAliases kOfMixture{{"intermediate_size", "moe_intermediate_size"}};  // no layer has another feed-forward
 const HfAliases kOfGemma{{"hidden_act", "hidden_activation"}};
 const HfAliases kOfStarcoder2{{"rms_norm_eps", "norm_epsilon"}};
 const HfAliases kOfLayerNorm{{"rms_norm_eps", "layer_norm_eps"}};
@@ -295,6 +296,11 @@ const std::vector<HfFamily>& hf_families() {
        .configure = configure_qwen_hybrid,
        .parts = qwen_hybrid_parts,
        .honours = {"partial_rotary_factor"}},
+      {.model_type = "qwen3_5_moe_text",
+       .configure = configure_qwen3_5_moe,
+       .parts = qwen3_5_moe_parts,
+       .aliases = kOfMixture,
+       .honours = {"partial_rotary_factor"}},
       {.model_type = "qwen3_next",
        .configure = configure_qwen3_next,
        .parts = qwen3_next_parts,
@@ -313,6 +319,12 @@ const std::vector<HfFamily>& hf_families() {
       {.model_type = "lfm2",
        .configure = configure_lfm2,
        .parts = lfm2_parts,
+       .aliases = kOfLfm2,
+       .eps = 1e-5,
+       .tied = true},
+      {.model_type = "lfm2_moe",
+       .configure = configure_lfm2_moe,
+       .parts = lfm2_moe_parts,
        .aliases = kOfLfm2,
        .eps = 1e-5,
        .tied = true},

@@ -1,9 +1,5 @@
-#include <ATen/ATen.h>
-
 #include <algorithm>
-#include <initializer_list>
 #include <string_view>
-#include <utility>
 
 #include <attnpack/models/detail/hf_configure.h>
 #include <attnpack/models/detail/hf_families.h>
@@ -14,9 +10,7 @@ namespace attnpack {
 
 namespace {
 
-using at::Tensor;
 using Options = CausalLMOptions;
-using Replacements = std::initializer_list<std::pair<std::string_view, std::string_view>>;
 
 // Which layers are recurrent by layer_types, or else by `usual`.
 std::vector<bool> recurrent_layers(const HfSettings& config, int64_t layers, std::string_view word,
@@ -99,6 +93,13 @@ void configure_qwen3_next(const HfSettings& config, Options& o) {
   if (config.whole_number("num_experts", 512) == 0) return;
   o.experts(experts(config, width, "num_experts", 512, 10).normalize(normalize).shared_dim(shared).shared_gate(true));
   set_dense_layers(o, is_dense);
+}
+
+void configure_qwen3_5_moe(const HfSettings& config, Options& o) {
+  configure_qwen_hybrid(config, o);
+  const auto width = config.size("moe_intermediate_size", 512),
+             shared = config.size("shared_expert_intermediate_size", 512);
+  o.experts(experts(config, width, "num_experts", 256, 8).normalize(true).shared_dim(shared).shared_gate(true));
 }
 
 void configure_olmo_hybrid(const HfSettings& config, Options& o) {
@@ -192,23 +193,12 @@ void configure_kimi_linear(const HfSettings& config, Options& o) {
   set_dense_layers(o, [&](int64_t layer) { return listed_dense ? (*listed_dense)[layer] : layer < dense; });
 }
 
-void configure_lfm2(const HfSettings& config, Options& o) {
-  for (const char* name :
-       {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale", "block_norm_eps",
-        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "num_heads", "theta", "use_pos_enc"})
-    config.get(name);  // transformers reads none of them
+namespace {
+
+void set_short_layers(const HfSettings& config, Options& o) {
   o.bias(false).out_bias(false).qk_norm(QkNorm(true).eps(o.eps()));
   if (config.has("tie_embedding")) o.tie_embeddings(config.is_on("tie_embedding", true));
   if (!config.is_set("rope_parameters") && !config.is_set("rope_theta")) o.rope_base(1e6);
-  // The width inside the feed-forward, as Llama's first code computes it.
-  auto width = config.size("block_ff_dim", *o.hidden_dim());
-  const double multiplier = config.number("block_ffn_dim_multiplier", 1.0);
-  const auto multiple = config.size("block_multiple_of", 256);
-  if (config.is_on("block_auto_adjust_ff_dim", true)) {
-    width = static_cast<int64_t>(multiplier * static_cast<double>(2 * width / 3));
-    width = multiple * ((width + multiple - 1) / multiple);
-  }
-  o.hidden_dim(width);
   const auto attends = config.list_of_ints("full_attn_idxs");
   const bool all = config.get("full_attn_idxs").is_null();
   set_recurrent_layers(o,
@@ -219,6 +209,37 @@ void configure_lfm2(const HfSettings& config, Options& o) {
                        recurrent_layers(config, o.num_layers(), "conv", [&](int64_t layer) {
                          return !all && std::find(attends.begin(), attends.end(), layer) == attends.end();
                        }));
+}
+
+}  // namespace
+
+void configure_lfm2(const HfSettings& config, Options& o) {
+  for (const char* name :
+       {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale", "block_norm_eps",
+        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "num_heads", "theta", "use_pos_enc"})
+    config.get(name);  // transformers reads none of them
+  // The width inside the feed-forward, as Llama's first code computes it.
+  auto width = config.size("block_ff_dim", *o.hidden_dim());
+  const double multiplier = config.number("block_ffn_dim_multiplier", 1.0);
+  const auto multiple = config.size("block_multiple_of", 256);
+  if (config.is_on("block_auto_adjust_ff_dim", true)) {
+    width = static_cast<int64_t>(multiplier * static_cast<double>(2 * width / 3));
+    width = multiple * ((width + multiple - 1) / multiple);
+  }
+  o.hidden_dim(width);
+  set_short_layers(config, o);
+}
+
+void configure_lfm2_moe(const HfSettings& config, Options& o) {
+  set_short_layers(config, o);
+  const auto width = config.size("moe_intermediate_size", 1792);
+  o.experts(experts(config, width, "num_experts", 32, 4)
+                .scores("sigmoid")
+                .correction(config.is_on("use_expert_bias", true))
+                .normalize(config.is_on("norm_topk_prob", true))
+                .scaling(config.number("routed_scaling_factor", 1)));
+  const auto dense = config.whole_number("num_dense_layers", 2);
+  set_dense_layers(o, [=](int64_t layer) { return layer < dense; });
 }
 
 namespace {
@@ -247,130 +268,6 @@ void configure_bamba(const HfSettings& config, Options& o) {
     mamba[layer] = false;
   }
   set_recurrent_layers(o, mamba_settings(config, o), mamba);
-}
-
-namespace {
-
-// The name with the first of these words replaced that it holds.
-std::string renamed(std::string name, const Replacements& words) {
-  for (const auto& [theirs, ours] : words) {
-    const auto at = name.find(theirs);
-    if (at != name.npos) return name.replace(at, theirs.size(), ours);
-  }
-  return name;
-}
-
-bool holds(const std::string& name, std::string_view word) { return name.find(word) != name.npos; }
-
-// The part of a tensor that others complete, if its name holds one of the words: they follow each other in it.
-std::vector<HfPart> piece_of(const std::string& name, std::string_view ours,
-                             std::initializer_list<std::string_view> words) {
-  int piece = 0;
-  for (const auto word : words) {
-    const auto at = name.find(word);
-    if (at != name.npos) return {{std::string(name).replace(at, word.size(), ours), nullptr, piece}};
-    ++piece;
-  }
-  return {};
-}
-
-}  // namespace
-
-std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const Options& o) {
-  if (name.starts_with("mtp.")) return {};  // what predicts a token further
-  if (!holds(name, ".self_attn.q_proj.")) {
-    return {{renamed(name, {{".linear_attn.", ".self_attn."}, {".shared_expert.", ".shared_experts."}}), nullptr}};
-  }
-  // Each head's queries are followed by its gate.
-  const auto heads = o.num_heads(), dim = *o.head_dim();
-  const auto cut = [=](int64_t which) {
-    return [=](const Tensor& x) {
-      TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == heads * 2 * dim, "it has ", x.dim() ? x.size(0) : 0,
-                        " rows, want ", heads * 2 * dim);
-      return x.unflatten(0, {heads, 2, dim}).select(1, which).reshape({heads * dim, x.size(1)});
-    };
-  };
-  return {{name, cut(0)}, {renamed(name, {{".q_proj.", ".gate_proj."}}), cut(1)}};
-}
-
-// Projections that hold, for each head of keys, what belongs to it.
-std::vector<HfPart> qwen3_next_parts(const std::string& name, const Options& o) {
-  const bool qkvz = holds(name, ".in_proj_qkvz."), ba = holds(name, ".in_proj_ba.");
-  if ((!qkvz && !ba) || !o.recurrent()) return qwen_hybrid_parts(name, o);
-  const auto& r = *o.recurrent();
-  const auto heads = *r.num_k_heads(), each = *r.num_v_heads() / heads, keys = *r.head_k_dim(),
-             values = each * *r.head_v_dim();
-  const auto rows = qkvz ? 2 * keys + 2 * values : 2 * each;
-  const auto cut = [=](int64_t begin, int64_t count) {
-    return [=](const Tensor& x) {
-      TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == heads * rows, "it has ", x.dim() ? x.size(0) : 0, " rows, want ",
-                        heads * rows);
-      return x.unflatten(0, {heads, rows}).narrow(1, begin, count).reshape({heads * count, x.size(1)});
-    };
-  };
-  const auto ours = [&](const char* to) {
-    return renamed(name, {{".linear_attn.in_proj_qkvz.", to}, {".linear_attn.in_proj_ba.", to}});
-  };
-  if (ba) return {{ours(".self_attn.in_proj_b."), cut(0, each)}, {ours(".self_attn.in_proj_a."), cut(each, each)}};
-  const auto mixed = ours(".self_attn.in_proj_qkv.");
-  return {{mixed, cut(0, keys), 0},
-          {mixed, cut(keys, keys), 1},
-          {mixed, cut(2 * keys, values), 2},
-          {ours(".self_attn.in_proj_z."), cut(2 * keys + values, values)}};
-}
-
-std::vector<HfPart> olmo_hybrid_parts(const std::string& name, const Options&) {
-  auto parts = piece_of(name, ".self_attn.in_proj_qkv.",
-                        {".linear_attn.q_proj.", ".linear_attn.k_proj.", ".linear_attn.v_proj."});
-  if (!parts.empty()) return parts;
-  parts = piece_of(name, ".self_attn.conv1d.",
-                   {".linear_attn.q_conv1d.", ".linear_attn.k_conv1d.", ".linear_attn.v_conv1d."});
-  if (!parts.empty()) return parts;
-  return {{renamed(name, {{".linear_attn.a_proj.", ".self_attn.in_proj_a."},
-                          {".linear_attn.b_proj.", ".self_attn.in_proj_b."},
-                          {".linear_attn.g_proj.", ".self_attn.in_proj_z."},
-                          {".linear_attn.o_proj.", ".self_attn.out_proj."},
-                          {".linear_attn.o_norm.", ".self_attn.norm."},
-                          {".linear_attn.", ".self_attn."},
-                          {".attention_layer_norm.", ".input_layernorm."},
-                          {".feedforward_layer_norm.", ".post_attention_layernorm."}}),
-           nullptr}};
-}
-
-std::vector<HfPart> kimi_linear_parts(const std::string& name, const Options&) {
-  auto parts =
-      piece_of(name, ".self_attn.conv1d.", {".self_attn.q_conv1d.", ".self_attn.k_conv1d.", ".self_attn.v_conv1d."});
-  if (!parts.empty()) return parts;
-  auto ours = renamed(name, {{".self_attn.f_a_proj.", ".self_attn.forget_gate.f_a_proj."},
-                             {".self_attn.f_b_proj.", ".self_attn.forget_gate.f_b_proj."},
-                             {".self_attn.dt_bias", ".self_attn.forget_gate.dt_bias"},
-                             {".self_attn.A_log", ".self_attn.forget_gate.A_log"},
-                             {".block_sparse_moe.", ".mlp."}});
-  if (holds(ours, ".experts."))
-    ours = renamed(ours, {{".w1.", ".gate_proj."}, {".w3.", ".up_proj."}, {".w2.", ".down_proj."}});
-  return {{ours, nullptr}};
-}
-
-std::vector<HfPart> lfm2_parts(const std::string& name, const Options&) {
-  return {{renamed(name, {{"model.embedding_norm.", "model.norm."},
-                          {".conv.", ".self_attn."},
-                          {".self_attn.out_proj.", ".self_attn.o_proj."},
-                          {".q_layernorm.", ".q_norm."},
-                          {".k_layernorm.", ".k_norm."},
-                          {".feed_forward.w1.", ".mlp.gate_proj."},
-                          {".feed_forward.w3.", ".mlp.up_proj."},
-                          {".feed_forward.w2.", ".mlp.down_proj."},
-                          {".operator_norm.", ".input_layernorm."},
-                          {".ffn_norm.", ".post_attention_layernorm."}}),
-           nullptr}};
-}
-
-std::vector<HfPart> bamba_parts(const std::string& name, const Options&) {
-  return {{renamed(name, {{"model.final_layernorm.", "model.norm."},
-                          {".mamba.", ".self_attn."},
-                          {".feed_forward.", ".mlp."},
-                          {".pre_ff_layernorm.", ".post_attention_layernorm."}}),
-           nullptr}};
 }
 
 void set_mamba_layers(const HfSettings& config, Options& o) {

@@ -11,10 +11,9 @@ using Options = CausalLMOptions;
 // Attention and feed-forward in parallel; layers without a window do not rotate.
 void configure_cohere2(const HfSettings& config, Options& o) {
   for (const char* name :
-       {"head_dim", "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
-        "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding", "use_qk_norm"})
+       {"layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_embedding_sharing",
+        "use_gated_activation", "use_parallel_block", "use_parallel_embedding", "use_qk_norm"})
     config.get(name);  // of released models; transformers reads none of them
-  if (o.embed_dim() >= o.num_heads()) o.head_dim(o.embed_dim() / o.num_heads());
   o.norm("layer_no_bias")
       .layout("parallel")
       .rope_interleaved(true)

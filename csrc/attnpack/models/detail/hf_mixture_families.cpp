@@ -14,6 +14,7 @@ using Options = CausalLMOptions;
 void configure_granite_hybrid(const HfSettings& config, Options& o) {
   for (const char* name : {"mamba_chunk_size", "num_experts_per_tok"}) config.get(name);
   set_mamba_layers(config, o);
+  if (o.recurrent()) check_silu(config);  // it is the activation of these layers too
   set_multipliers(config, o);
   if (!config.is_word("position_embedding_type", "rope")) o.position_embedding("none");
   const auto activation = gated_activation(config, "silu");

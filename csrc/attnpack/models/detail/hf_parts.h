@@ -39,10 +39,12 @@ std::vector<HfPart> granite_hybrid_parts(const std::string& name, const CausalLM
 std::vector<HfPart> llama4_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> packed_experts_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> qwen3_5_moe_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> qwen3_next_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> olmo_hybrid_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> kimi_linear_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> bamba_parts(const std::string& name, const CausalLMOptions& options);
 std::vector<HfPart> lfm2_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> lfm2_moe_parts(const std::string& name, const CausalLMOptions& options);
 
 }  // namespace attnpack

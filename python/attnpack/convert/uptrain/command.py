@@ -84,7 +84,7 @@ def uptrain(args: argparse.Namespace, say) -> UptrainReport:
                 f"{directory}: its weights are not stored as plain tensors with the names of Llama, as training "
                 "writes them"
             )
-    teacher_path = args.teacher or _recorded_teacher(directory)
+    teacher_path = _given_teacher(args.teacher) if args.teacher else _recorded_teacher(directory)
     ids = torch.tensor(load_tokenizer(directory).encode(load_text(args.text)))
     length = min(args.length, checkpoint.config["max_positions"])
     measured = min(_MEASURED, len(ids) // 4) // length * length
@@ -165,6 +165,13 @@ def _train_and_save(work: Distillation, save, say) -> None:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / max(1, len(values))
+
+
+def _given_teacher(path: Path) -> Path:
+    if not (path.is_file() or (path / "config.json").is_file()):
+        what = "a directory without config.json" if path.is_dir() else "which is not there"
+        raise ValueError(f"--teacher: got {path}, {what}; give the original, a Hugging Face directory or a .gguf file")
+    return path
 
 
 def _recorded_teacher(directory: Path) -> Path:
