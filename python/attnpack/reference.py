@@ -484,10 +484,18 @@ def stored_numbers(blocks: Tensor, kind: str) -> Tensor:
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """x [..., dim] with each 32 numbers rounded to integers of 8 bits times their largest size / 127."""
+    """x [..., dim] with each 32 numbers rounded to integers of 8 bits times their largest size / 127.
+
+    The largest number of a block stays as it is if its size is more than 4 root mean squares of x's row and more than
+    1.3 times the size of the others: they are rounded without it.
+    """
     parts = x.unflatten(-1, (-1, 32))
-    scale = parts.abs().amax(-1, keepdim=True) / 127
-    return torch.where(scale == 0, 0, (parts / scale).round() * scale).flatten(-2)
+    sizes = parts.abs()
+    largest, second = (size.unsqueeze(-1) for size in sizes.topk(2, -1).values.unbind(-1))
+    row = x.square().mean(-1).sqrt()[..., None, None]
+    kept = (sizes == largest) & (largest > 4 * row) & (largest > 1.3 * second)
+    scale = torch.where(kept.any(-1, keepdim=True), second, largest) / 127
+    return torch.where(kept, parts, torch.where(scale == 0, 0, (parts / scale).round() * scale)).flatten(-2)
 
 
 def stored_linear(

@@ -41,6 +41,15 @@ def test_the_reference_rounds_each_32_numbers_to_127_steps():
     assert not rounded[64:].any()
 
 
+def test_the_reference_keeps_a_number_that_stands_out():
+    x = torch.rand(2, 256).double() + 1
+    x[0, 40], x[0, 70], x[0, 71] = -300.0, 200.0, 160.0  # 71 is too near to 70
+    rounded = reference.round_rows(x)
+    assert rounded[0, 40] == -300 and (rounded - x)[0, 32:64].abs().max() <= 1 / 127 + 1e-12
+    assert (rounded - x)[0, 64:96].abs().max() > 0.1
+    assert torch.equal(rounded[1], reference.round_rows(x[1]))
+
+
 @EACH
 def test_widened_numbers_are_those_of_gguf(kind):
     blocks = random_blocks(kind, rows=70, inputs=768)
@@ -64,6 +73,12 @@ for kind in FORMATS:
     for rows, outputs, inputs in shapes:
         blocks, x = random_blocks(kind, outputs, inputs), exact_input(rows, inputs)
         weight, bias = numbers_of(blocks, kind).double(), torch.randn(outputs)
+        exact, size = x.double() @ weight.t() + bias, x.double().abs() @ weight.abs().t() + 1
+        found = ops.stored_linear(x, blocks, bias, round_input=True).double()
+        assert ((found - exact).abs() <= 1e-6 * size).all(), (kind, rows, ((found - exact).abs() / size).max())
+        # Numbers that stand out, in up to two blocks of each row: beside them the others are exact as before.
+        for row in range(rows):
+            x[row, (6 + row % 31) % 32 + 32 * torch.randint(inputs // 32, (2,))] = 16384 - 7 * row
         exact, size = x.double() @ weight.t() + bias, x.double().abs() @ weight.abs().t() + 1
         found = ops.stored_linear(x, blocks, bias, round_input=True).double()
         assert ((found - exact).abs() <= 1e-6 * size).all(), (kind, rows, ((found - exact).abs() / size).max())
@@ -105,6 +120,7 @@ def test_widened_weights_give_the_product_of_the_numbers(kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others_or_on_threads(kind, dtype):
     blocks, x = random_blocks(kind, rows=70, inputs=768), torch.randn(205, 768).to(dtype)
+    x[torch.rand(205, 768) < 0.01] *= 50  # numbers that stand out, too
     whole = ops.stored_linear(x, blocks, round_input=True)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 193):
         assert torch.equal(ops.stored_linear(x[-rows:], blocks, round_input=True), whole[-rows:])

@@ -26,12 +26,16 @@ constexpr int64_t kRoundedBlock = 32;  // numbers of an input that share a scale
 // Most rows of the input that a unit multiplies, and the number of which the outputs of a unit are a multiple.
 constexpr int64_t kStoredRows = 192, kStoredOutputs = 32;
 
-// 32 numbers of an input, rounded to scale * codes: 8 bits of their largest number.
+// 32 numbers of an input, rounded to scale * codes: 8 bits of their largest number. A number that stands far out of its
+// row and its block would leave the others few steps: it is kept as it is, and its code is 0.
 struct RoundedBlock {
   int8_t codes[kRoundedBlock];
   float scale;
   float sum;      // of the rounded numbers
   float half[2];  // of the first and the last 16 of them
+  float kept;
+  int16_t kept_at, row;  // which number of a panel of blocks is kept, or -1; which row of its tile this is
+  uint32_t marks;        // for the kernels: which of 32 blocks keep a number
 };
 
 // out [rows, outputs] = input [rows, inputs] weight^T + bias, all contiguous.

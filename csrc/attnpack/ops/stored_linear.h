@@ -16,10 +16,11 @@ bool is_stored(const at::Tensor& weight);
 int64_t stored_inputs(const at::Tensor& weight);
 
 // input weight^T + bias, in the dtype of input. With round_input each 32 numbers of the input are rounded to 8 bits of
-// their largest one, and multiplied as integers; without it the weight is widened to the input's dtype, some rows at a
-// time. By default the CPU and the dtype decide: input is rounded where the CPU multiplies bytes, unless it is fp64. A
-// row's result does not depend on how many rows there are, if input is rounded. It has no gradient: it raises
-// RuntimeError for an input that wants one.
+// their largest one, and multiplied as integers. A largest one that is more than 4 root mean squares of its row and 1.3
+// times the next is kept as it is, and the others are rounded without it. Without round_input the weight is widened to
+// the input's dtype, some rows at a time. By default the CPU and the dtype decide: input is rounded where the CPU
+// multiplies bytes, unless it is fp64. A row's result does not depend on how many rows there are, if input is rounded.
+// It has no gradient: it raises RuntimeError for an input that wants one.
 at::Tensor stored_linear(const at::Tensor& input,   // [..., in], float32, bfloat16, float16 or float64
                          const at::Tensor& weight,  // [out, blocks, bytes] uint8
                          const std::optional<at::Tensor>& bias = {},  // [out] -> [..., out]
