@@ -34,8 +34,8 @@ int64_t add_up(int64_t count, int64_t helpers) {
 }
 constexpr int64_t sum_below(int64_t count) { return count * (count - 1) / 2; }
 
-// Waits until a condition holds, for 60 seconds at most, whatever the condition itself takes: on a busy machine that may
-// be much more than the sleep.
+// Waits until a condition holds, for 60 seconds at most, whatever the condition itself takes: on a busy machine that
+// may be much more than the sleep.
 template <class F>
 bool comes_true(F&& condition) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
