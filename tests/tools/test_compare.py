@@ -351,6 +351,21 @@ def test_the_line_of_the_picture_joins_the_best():
     assert "stroke-dasharray" not in single and "grey line" not in single and "bars:" not in single
 
 
+def test_a_point_that_was_moved_shows_its_own_cost():
+    """A line from where it stands to where its cost is, and a sentence about it."""
+    apart = {"mha": entry(1.9, 1024, 0.5), "mqa": entry(2.0, 128, 0.2)}
+    assert "short line" not in str(picture.draw(apart, "title", 4096))
+    root = ElementTree.fromstring(str(picture.draw({**apart, "gqa-1": entry(2.01, 128, 0.3)}, "title", 4096)))
+    words = [each.text for each in root.iter() if each.tag.endswith("}text")]
+    assert any("short line" in word for word in words)
+    dots = [each for each in root.iter() if each.tag.endswith("}circle")]
+    ways = [re.findall(r"[\d.]+", each.get("d")) for each in root.iter() if each.tag.endswith("}path")]
+    places = {(float(dot.get("cx")), dot.get("cy")) for dot in dots if float(dot.get("cx")) < 480}
+    stubs = [(float(x1), float(x2), y1) for x1, y1, x2, y2 in ways if y1 == y2 and (float(x2), y1) in places]
+    assert len(stubs) == 2 and len({x1 for x1, _, _ in stubs}) == 1, "mqa and gqa-1 cost the same"
+    assert sorted(x2 - x1 for x1, x2, _ in stubs) == pytest.approx([-6, 6])
+
+
 def test_no_name_of_the_picture_covers_another():
     costs = [1024, 512, 256, 128, 288, 256, 260, 5]
     entries = {f"name-{i}": entry(2 + 0.01 * i, cost, 0.4 + 0.002 * i) for i, cost in enumerate(costs)}
