@@ -230,6 +230,23 @@ def test_models_are_equal_in_parameters(params):
         assert {layer.self_attn.embed_dim for layer in model.decoder.layers} == {scale.embed_dim}
 
 
+def test_the_sizes_of_the_docs_are_those_of_the_code():
+    page = (ROOT / "docs/howto/compare.md").read_text()
+    shown = re.findall(r"^\| (?:up to (\w+)|more) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, flags=re.M)
+    assert len(shown) == 4
+    for most, *sizes in shown:
+        scale = models.scale_of(cli._params(most or "1000M"))
+        assert [scale.num_layers, scale.length, scale.batch, scale.steps] == list(map(int, sizes))
+    (least, without) = re.findall(r"from (\w+) to 1000M.*without `mla` and `gdn` (\w+) is", " ".join(page.split()))[0]
+    others = [name for name in VARIANTS if name not in ("mla", "gdn")]
+    for params, names, refused in ((least, VARIANTS, "mla"), (without, others, "mha")):
+        count = cli._params(params)
+        for name in names:
+            models.make_model(name, models.scale_of(count), device="meta")
+        with pytest.raises(ValueError, match="want at least"):
+            models.make_model(refused, models.scale_of(count - 1000), device="meta")
+
+
 def test_heads_are_shared_as_the_name_says():
     scale = models.scale_of(200_000)
     kv_heads = {name: variants.make_attention(name, scale.sizes).k_proj.out_features // 16 for name in ("mha", "mqa")}
