@@ -17,8 +17,9 @@
 # *You need* [multi_query_attention](multi_query_attention.ipynb). *You learn* which limit applies to which call, and
 # how to read a roofline. *Runs in* half a minute.
 #
-# Sources: [Williams et al. 2009](https://doi.org/10.1145/1498765.1498785) (the roofline). Symbols:
-# [glossary](../docs/notebooks.md).
+# Sources: [Williams et al. 2009](https://doi.org/10.1145/1498765.1498785) (the roofline).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # "Faster than X" says little if X is slow. So `attnpack bench` measures two things in the same run: the limits of the
 # machine (multiply-adds per second in registers, bytes per second read in order), and the time of attention calls,

@@ -20,8 +20,9 @@
 #
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (positions that are added),
 # [Su et al. 2021](https://arxiv.org/abs/2104.09864) (RoPE), [Chen et al. 2023](https://arxiv.org/abs/2306.15595)
-# (linear scaling), [Peng et al. 2023](https://arxiv.org/abs/2309.00071) (NTK, dynamic and YaRN). Symbols:
-# [glossary](../docs/notebooks.md).
+# (linear scaling), [Peng et al. 2023](https://arxiv.org/abs/2309.00071) (NTK, dynamic and YaRN).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 
 # %%
 import math
@@ -266,7 +267,7 @@ for (name, scaling), (colour, line) in zip(settings.items(), plot_memory.STYLES,
             range(12), theta / stretched, line, color=colour, marker="o", markersize=4, linewidth=thick, label=name
         )
 print(f"rotations of pair 0 in {trained_len} tokens: {trained_len / (2 * math.pi):.1f}")
-axes.set(xlabel="pair (0 rotates fastest)", ylabel="stretched by", title="What each scaling does to each pair")
+axes.set(xlabel="pair (0 rotates fastest)", ylabel="stretched by", title="How far each scaling stretches each pair")
 axes.set_xticks(range(12))
 axes.grid(alpha=0.3)
 axes.legend()
