@@ -109,6 +109,9 @@ def test_the_picture_of_the_model_shows_the_stored_ratios():
     assert ratios["packed"] < ratios["sdpa"]
     assert avx2["decode 32/8 D128 keys, cold", "bf16"]["PyTorch's SDPA"] == ratios["packed"]
     peers = (ROOT / "benchmarks/results/peers.txt").read_text()
+    (row,) = re.findall(r"^decode 32/32 D128 3072 keys, cold +fp32 .*", peers, flags=re.M)
+    flex = re.findall(r"([\d.]+)x", row)[1]
+    assert f"it decodes fp32 {flex} times as fast as compiled FlexAttention" in README
     (row,) = re.findall(r"^decode 32/8 D128 24576 keys, cold +bf16 .*", peers, flags=re.M)
     sdpa, packed, *_, zentorch = map(float, re.findall(r"([\d.]+)x", row))
     assert zen5["decode 32/8 D128 keys, cold", "bf16"] == {"PyTorch's SDPA": min(sdpa, packed), "zentorch": zentorch}
