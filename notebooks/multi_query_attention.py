@@ -79,8 +79,9 @@ class MultiQueryAttentionV1(nn.Module):
 
     def forward(self, x):
         batch, seq, d_model = x.shape
-        Q = self.W_q(x).view(batch, seq, self.num_heads, self.d_kv).transpose(1, 2)  # [batch, heads, seq, d_kv]
-        K = self.W_k(x).unsqueeze(1)  # [batch, 1, seq, d_kv]
+        # Q: [batch, heads, seq, d_kv], K and V: [batch, 1, seq, d_kv]
+        Q = self.W_q(x).view(batch, seq, self.num_heads, self.d_kv).transpose(1, 2)
+        K = self.W_k(x).unsqueeze(1)
         V = self.W_v(x).unsqueeze(1)
 
         scores = Q @ K.transpose(-2, -1) / math.sqrt(self.d_kv)  # [batch, heads, seq, seq]

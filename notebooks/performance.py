@@ -160,9 +160,9 @@ plot_roofline.draw_times_faster(axes, bench, "train", "sdpa")
 plt.show()
 
 # %% [markdown]
-# Where a bar ends left of 1, PyTorch is faster. The next cell lists such cases of this one run. Another run has one: in
-# [peers.txt](../benchmarks/results/peers.txt), from such a machine too, compiled FlexAttention is faster in cold decoding
-# in fp32 where no heads are shared.
+# Where a bar ends left of 1, PyTorch is faster. The next cell lists such cases of this one run. Another run of such a
+# machine has one ([peers.txt](../benchmarks/results/peers.txt)): compiled FlexAttention is faster in cold decoding in
+# fp32 where no heads are shared.
 
 # %%
 slower = [
