@@ -316,8 +316,8 @@ assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"
 # %% [markdown]
 # As trained, little happens at the line itself: for the next characters nearly all keys that a query sees are at
 # distances that occurred in training, and only the first few are farther away. Then the loss climbs, far above where it
-# was. Linear scaling without further training is bad from the first character on (2.86), because neighbours are closer
-# together than in training, by the factor 8. Far away it is only a little worse (2.91).
+# was. Linear scaling without further training is bad from the first character on (2.86), and far away only a little
+# worse (2.91). A likely reason, not tested here: neighbours are closer together than in training, by the factor 8.
 #
 # NTK-aware scaling keeps neighbours readable, holds on longer, and then climbs too. Its factor is 8 for the slowest
 # pair only, so pairs in the middle still reach new angles. The dynamic form goes further. Its factor follows the length
