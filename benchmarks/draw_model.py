@@ -24,11 +24,11 @@ Table = dict[tuple[str, str], dict[str, float]]
 class Machine(NamedTuple):
     name: str
     processor: str
-    runs: tuple[str, ...]  # files; of two with the same row and peer the later one counts
+    runs: tuple[str, ...]  # files; all rivals of a row are of one of them
 
 
 MACHINES = (
-    Machine("Zen 5", "AVX-512", ("model.txt", "peers.txt", "quick.json", "encoder_grid_zen5.txt")),
+    Machine("Zen 5", "AVX-512", ("model.txt", "peers.txt", "encoder_grid_zen5.txt")),
     Machine("Zen 4", "AVX-512", ("model_zen4.txt", "encoder_grid.txt")),
     Machine("AVX2", "Zen 5 held to AVX2", ("model_avx2.txt", "quick-avx2.json", "encoder_grid_avx2.txt")),
 )
@@ -52,6 +52,7 @@ GROUPS = {
 ROWS = {row: words for rows in GROUPS.values() for row, words in rows.items()}
 LEFT, PANEL, GAP, TOP, STEP = 200, 220, 18, 66, 17  # pixels
 LEAST, MOST = 0.7, 16.0  # times as fast
+RADIUS = 4  # of a point
 
 
 def read_model(text: str) -> Table:
@@ -107,8 +108,7 @@ def read(machine: Machine) -> Table:
     for name in machine.runs:
         text = (RESULTS / name).read_text()
         reader = next(reader for beginning, reader in READERS.items() if name.startswith(beginning))
-        for row, times in reader(text).items():
-            table[row] = table.get(row, {}) | times
+        table |= reader(text)
     return table
 
 
@@ -133,7 +133,7 @@ def lines_of_rows() -> Iterator[tuple[float, str, str]]:
 def draw(tables: dict[Machine, Table]) -> str:
     lines = list(lines_of_rows())
     bottom = lines[-1][0] + STEP
-    width, height = LEFT + (PANEL + GAP) * len(tables), bottom + 44
+    width, height = LEFT + (PANEL + GAP) * len(tables), bottom + 60
     text = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -153,11 +153,13 @@ def draw(tables: dict[Machine, Table]) -> str:
         text.append(f'<text x="{LEFT - 12}" y="{y + 12}" text-anchor="end" fill="#555">{dtype}</text>')
     for n, (machine, table) in enumerate(tables.items()):
         text += draw_panel(LEFT + (PANEL + GAP) * n, bottom, machine, table, lines)
-    note = (
-        "times as long as attnpack; in the shaded part the rival is faster. SDPA: plain, or with heads packed by hand"
+        text += draw_absent(LEFT + (PANEL + GAP) * n, table, list(tables.values()), lines)
+    notes = (
+        "times as long as attnpack; in the shaded part the rival is faster. SDPA: plain, or with heads packed by hand",
+        "Points of the same time stand one above the other. llama.cpp writes one text at a time.",
     )
-    text.append(f'<text x="{LEFT}" y="{height - 8}" fill="#555">{note}</text></svg>')
-    return "\n".join(text) + "\n"
+    text += [f'<text x="{LEFT}" y="{height - 24 + 16 * n}" fill="#555">{note}</text>' for n, note in enumerate(notes)]
+    return "\n".join([*text, "</svg>"]) + "\n"
 
 
 def draw_panel(left: float, bottom: float, machine: Machine, table: Table, lines: list) -> list[str]:
@@ -175,12 +177,43 @@ def draw_panel(left: float, bottom: float, machine: Machine, table: Table, lines
     for y, row, dtype in lines:
         if dtype and not table.get((row, dtype)):
             text.append(f'<text x="{left + place(1) + 8:.1f}" y="{y + 12}" fill="#888">not run</text>')
-        for peer, times in table.get((row, dtype), {}).items():
+        for peer, times, x, up in points(table.get((row, dtype), {})):
             text.append(
-                f'<circle cx="{left + place(times):.1f}" cy="{y + 8}" r="4.5" fill="{PEERS[peer]}">'
+                f'<circle cx="{left + x:.1f}" cy="{y + 8 + up:g}" r="{RADIUS}" fill="{PEERS[peer]}">'
                 f"<title>{peer}: {times:.2f}x</title></circle>"
             )
     return text
+
+
+def points(row: dict[str, float]) -> Iterator[tuple[str, float, float, float]]:
+    """(peer, times, x, pixels below the middle of the line): those that would cover each other stand apart."""
+    groups: list[list[tuple[float, str]]] = []
+    for x, peer in sorted((place(times), peer) for peer, times in row.items()):
+        if groups and x - groups[-1][-1][0] < 2 * RADIUS:
+            groups[-1].append((x, peer))
+        else:
+            groups.append([(x, peer)])
+    for group in groups:
+        for n, (x, peer) in enumerate(group):
+            yield peer, row[peer], x, 1.5 * RADIUS * (n - (len(group) - 1) / 2)
+
+
+def absent(group: str, table: Table, tables: list[Table]) -> list[str]:
+    """The rivals that other machines have in a group of rows, and this one has not."""
+
+    def ran(table: Table) -> set[str]:
+        return {peer for (row, _), times in table.items() if row in GROUPS[group] for peer in times}
+
+    return [peer for peer in PEERS if peer in set().union(*map(ran, tables)) - ran(table)]
+
+
+def draw_absent(left: float, table: Table, tables: list[Table], lines: list) -> list[str]:
+    """A line beside the title of each group of rows."""
+    return [
+        f'<text x="{left + place(1) + 8:.1f}" y="{y + 12}" fill="#888">without {", ".join(peers)}</text>'
+        for y, group, dtype in lines
+        if not dtype and (peers := absent(group, table, tables))
+    ]
 
 
 def draw_stored() -> str:

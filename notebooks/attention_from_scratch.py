@@ -22,8 +22,9 @@
 # [Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867) (the running softmax),
 # [Dao et al. 2022](https://arxiv.org/abs/2205.14135) (attention with it),
 # [Xiao et al. 2023](https://arxiv.org/abs/2309.17453) (sinks),
-# [Olsson et al. 2022](https://arxiv.org/abs/2209.11895) (induction heads). Symbols and words:
-# [glossary](../docs/notebooks.md).
+# [Olsson et al. 2022](https://arxiv.org/abs/2209.11895) (induction heads).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # First one sentence is followed from text to the output of a layer, with the numbers of a real language model,
 # SmolLM2-135M. Then each piece is explained: the scale, the softmax, the mask, the heads, the block.

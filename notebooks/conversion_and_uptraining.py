@@ -19,7 +19,9 @@
 #
 # Sources: [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (mean, first, random; uptraining),
 # [Jin et al. 2024](https://arxiv.org/abs/2412.20677) (alignment before merging),
-# [Meng et al. 2025](https://arxiv.org/abs/2502.07864) (to latent attention). Symbols: [glossary](../docs/notebooks.md).
+# [Meng et al. 2025](https://arxiv.org/abs/2502.07864) (to latent attention).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # Multi-query and grouped-query attention keep fewer keys and values, which makes long contexts cheap. Most models of
 # today are trained that way from the start. In 2023 few were. Ainslie et al. (2023) converted a model with as many
@@ -27,7 +29,7 @@
 # small part of the original steps ("uptraining"). Three questions follow, and numbers answer them: how much is lost at
 # once? How much comes back? And does it matter how the heads of a group become one?
 #
-# ## What "becomes one" means
+# ## How heads become one
 #
 # A key projection is a matrix of `num_heads` blocks of rows, one block per head. Its mean over groups:
 
@@ -257,13 +259,14 @@ print(f"{where['date']}, {where['machine']}; loss in nats per byte, ± one stand
 picture.draw(entries, compared["title"], 4096)
 
 # %% [markdown]
-# Fewer key-value heads cost nothing here, because the feed-forwards get what they save: gqa-2 ends 0.04 below mha, more
-# than twice the spread of that difference, and gqa-4 and mqa differ from mha by about that spread or less. Differential
-# and sparse attention with the heads of gqa-2 end 0.10 and 0.08 below mha, and linear attention with the delta rule,
-# gdn, 0.20 below it, with a state that does not grow. Latent attention ends 0.18 above it. Its layers are tiny here:
-# heads of 16 numbers, a latent of 64, a rotated key of 8. The sources say that GQA loses less and "trains more stably"
-# than MQA, and that MLA keeps the quality. A model of 200,000 parameters, a few hundred steps and texts of 128 bytes
-# cannot say so or the opposite for models of 7 billion.
+# Fewer key-value heads cost nothing here: gqa-2 ends 0.04 below mha, more than twice the spread of that difference, and
+# gqa-4 and mqa differ from mha by about that spread or less. Their feed-forwards are wider, by the parameters that
+# attention saves; whether that is the reason was not tested. Differential and sparse attention with the heads of gqa-2
+# end 0.10 and 0.08 below mha, and linear attention with the delta rule, gdn, 0.20 below it, with a state that does not
+# grow. Latent attention ends 0.18 above it. Its layers are tiny here: heads of 16 numbers, a latent of 64, a rotated
+# key of 8. The sources say that GQA loses less and "trains more stably" than MQA, and that MLA keeps the quality. A
+# model of 200,000 parameters, a few hundred steps and texts of 128 bytes cannot show or refute that for models of 7
+# billion.
 #
 # ## A real model: SmolLM2-135M
 #
@@ -385,7 +388,8 @@ for (rank, rotated), place in ranks.items():
 for pair, after in trained.items():
     label = "the same after 30 minutes of distillation"
     axes.plot(ranks[pair][0], after, "o", color=KINDS["MLA"], markerfacecolor="white", label=label)
-axes.plot(size, before, "s", color=KINDS["GQA"], label="original, 3 kv heads")
+look = {"markersize": 11, "markerfacecolor": "none", "markeredgewidth": 2}  # a point lies in it
+axes.plot(size, before, "s", color=KINDS["GQA"], label="original, 3 kv heads", **look)
 merged = cells["smollm2/1 kv head, aligned"]
 axes.plot(
     merged["kv_bytes_per_token"], merged["perplexity"], "^", color=KINDS["MQA"], label="1 kv head, aligned, at once"
@@ -402,10 +406,10 @@ plt.show()
 print(f"in the bytes of one kv head: latent {ranks[96, 32][1]}, merged head {merged['perplexity']:.1f}")
 
 # %% [markdown]
-# With all of its pairs, 193 + 192 numbers take the bytes of the original's cache and give its perplexity. At three
-# quarters of the bytes the perplexity rises from 15.24 to 16.28. At half of them it is 24.07, and 15.23 after 30
-# minutes of distillation: the original's, on a text of the kind that it was distilled on. In the bytes of one kv head a
-# latent keeps more than a merged head does.
+# With all of its pairs, 193 + 192 numbers have the original's perplexity. They take 46,200 bytes per token, and the
+# original 46,080. At three quarters of the bytes the perplexity rises from 15.24 to 16.28. At half of them it is 24.07,
+# and 15.23 after 30 minutes of distillation: the original's, on a text of the kind that it was distilled on. In the
+# bytes of one kv head a latent keeps more than a merged head does.
 #
 # For a model of your own, from the shell (the results open in transformers as they are):
 #

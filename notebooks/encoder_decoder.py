@@ -19,8 +19,10 @@
 # caches, and where shared key-value heads pay. *Runs in* about a minute.
 #
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (the architecture),
-# [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (grouped heads only in the decoder). Symbols:
-# [glossary](../docs/notebooks.md). `examples/cpp/encoder_decoder` does the same in C++.
+# [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (grouped heads only in the decoder).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
+# `examples/cpp/encoder_decoder` does the same in C++.
 #
 # An **encoder** reads the whole source at once: no mask, every token sees every other. A **decoder** writes the target
 # from left to right: its self-attention is causal. Between them stands **cross-attention**: queries from the target,

@@ -15,7 +15,9 @@
 # # Common mistakes in attention code: what the sources say, what is right, and the number that shows it
 #
 # *You need* the notebooks before this one. *You learn* mistakes that run without an error, and tests that find them.
-# *Runs in* half a minute. Symbols: [glossary](../docs/notebooks.md).
+# *Runs in* half a minute.
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762), [Shazeer 2019](https://arxiv.org/abs/1911.02150),
 # [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) and

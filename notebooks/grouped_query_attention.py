@@ -19,7 +19,9 @@
 # uneven. *Runs in* half a minute.
 #
 # Sources: [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (the method),
-# [Shazeer 2019](https://arxiv.org/abs/1911.02150) (one group). Symbols: [glossary](../docs/notebooks.md).
+# [Shazeer 2019](https://arxiv.org/abs/1911.02150) (one group).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # A language model that writes token by token reads all cached keys and values at every step, and this reading takes
 # most of the time. Multi-head attention (MHA) keeps keys and values for each of its H heads; multi-query attention
@@ -162,7 +164,7 @@ names = [str(groups) for groups in times]
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.4), dpi=110, layout="constrained", sharey=True)
 bars = panels[0].barh(names, [2 * length * groups * head_dim * 4 / 2**20 for groups in times], color=BLUE)
 panels[0].bar_label(bars, fmt="%.0f", padding=3)
-panels[0].set(xlabel="keys and values (MiB)", title="What one decode step reads: 16384 keys, fp32")
+panels[0].set(xlabel="keys and values (MiB)", title="Bytes read by one decode step: 16,384 keys, fp32")
 bars = panels[1].barh(names, list(times.values()), color=ORANGE)
 panels[1].bar_label(bars, fmt="%.2f", padding=3)
 panels[1].axvline(work, color="black", linestyle=":", label="arithmetic without memory")

@@ -20,7 +20,9 @@
 #
 # Sources: [Pope et al. 2022](https://arxiv.org/abs/2211.05102) (prefill and decoding),
 # [Kwon et al. 2023](https://arxiv.org/abs/2309.06180) (pages), [Xiao et al. 2023](https://arxiv.org/abs/2309.17453)
-# (windows with sinks). Symbols: [glossary](../docs/notebooks.md).
+# (windows with sinks).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # A language model writes one token, appends it to the text, and asks itself for the next. Done naively, each
 # token costs a full pass over all tokens before it. A **KV cache** keeps the keys and
@@ -206,7 +208,7 @@ torch.set_num_threads(threads)
 # | multi-head (MHA): every query head has its own | $2 \cdot \text{heads} \cdot d_\text{head}$ |
 # | [grouped-query](grouped_query_attention.ipynb) (GQA): G, each for a group | $2 \cdot G \cdot d_\text{head}$ |
 # | [multi-query](multi_query_attention.ipynb) (MQA): one for all | $2 \cdot d_\text{head}$ |
-# | [latent](latent_attention.ipynb) (MLA): a short vector, from which all are made | $d_c + d_\text{rope}$ |
+# | [latent](latent_attention.ipynb) (MLA): a vector of C for all of them, and a key for positions of R | $C + R$ |
 #
 # The formula against a cache that a model has really filled:
 
@@ -256,7 +258,7 @@ for offset, colour, label in ((0, ORANGE, "keys and values of every head"), (1, 
 axes.set_yticks([i + 0.2 for i in range(len(names))], names)
 axes.margins(x=0.1)
 axes.invert_yaxis()
-axes.set(xlabel="KV cache at 128k tokens in bfloat16 (GiB)", ylabel="model", title="What sharing saves")
+axes.set(xlabel="KV cache at 128k tokens in bfloat16 (GiB)", ylabel="model", title="Memory saved by sharing")
 axes.legend(loc="lower right")
 plt.show()
 
@@ -432,7 +434,7 @@ with torch.no_grad():
     assert answers.nbytes < 2 * pages.nbytes
 
 # %% [markdown]
-# Three kinds are left. A **LatentCache** keeps one latent and one rotated key per token (see
+# Three kinds are left. A **LatentCache** keeps for each token one latent and one small key for positions (see
 # [latent_attention](latent_attention.ipynb)). A **SparseCache** keeps keys and values, and small keys by which each
 # query chooses what it reads (see [newest_variants](newest_variants.ipynb)). A **CrossCache** keeps the keys and values
 # of a context, projected once; it does not grow (see [encoder_decoder](encoder_decoder.ipynb)):

@@ -18,7 +18,9 @@
 # cached latent, three places for the matrix that makes keys, and when each is cheapest. *Runs in* half a minute.
 #
 # Sources: [DeepSeek-AI 2024](https://arxiv.org/abs/2405.04434) (DeepSeek-V2, equations 9 to 19),
-# [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437) (V3). Symbols: [glossary](../docs/notebooks.md).
+# [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437) (V3).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # Grouped-query attention makes the cache smaller by letting heads share keys and values. Multi-head latent attention
 # (MLA, DeepSeek-V2, 2024) goes another way: all heads keep keys and values of their own, but those are *computed* from
@@ -228,7 +230,7 @@ print("the cache: latents", tuple(cache.c.shape), "rotated keys", tuple(cache.k_
 # %% tags=["hide-input"] jupyter={"source_hidden": true}
 threads = torch.get_num_threads()
 torch.set_num_threads(1)  # two threads on a busy machine wait for each other
-past, news = 1024, [1, 4, 16, 64, 128, 256, 512]
+past, news = 1024, [1, 4, 16, 64, 80, 96, 128, 256, 512]
 n, v = head_dim, head_dim
 
 
@@ -267,7 +269,7 @@ axes.annotate(
 axes.set_xscale("log", base=2)
 axes.set_yscale("log", base=2)
 axes.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
-axes.set_xticks(news, news)
+axes.set_xticks([1, 4, 16, 64, 128, 256, 512], [1, 4, 16, 64, 128, 256, 512])
 axes.set(xlabel="new tokens in one call (L)", ylabel="time of the call (ms)", title="1024 tokens in the cache, 8 heads")
 axes.grid(alpha=0.3)
 axes.legend()
@@ -282,11 +284,10 @@ torch.set_num_threads(threads)
 print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
 
 # %% [markdown]
-# The count says which path is ahead at the two ends: absorbed for few new tokens, expanded for many. It does not say
-# where the lines cross on a machine, because that also depends on how well each kind of product runs there. Counted,
-# they cross at 80 new tokens; one of the last lines says where they cross in this run. `path="auto"`, the default, goes
-# by the count: absorbed for writing, expanded for prompts and training. Between the two numbers it takes the path that
-# is the slower one on this machine.
+# The count says which path is ahead at the two ends: absorbed for few new tokens, expanded for many. Counted, the lines
+# cross at 80 new tokens. In this run the absorbed path is ahead up to 80 of them, and behind from 96 on. The count does
+# not know how well a machine runs each kind of product, so the lines may cross elsewhere on yours. `path="auto"`, the
+# default, goes by the count: absorbed for writing, expanded for prompts and training.
 #
 # ## A step of writing, by length
 #
@@ -334,13 +335,14 @@ for name, times in curves.items():
     print(f"{name:<14}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
 print(f"on {bench.conditions()}")
 torch.set_num_threads(threads)
-print(f"numbers per token: MHA {2 * num_heads * head_dim / (rank + rope_dim):.1f} times those of the latent")
+print(f"numbers read per token: MHA {2 * num_heads * head_dim / (rank + rope_dim):.1f} times those of the latent")
+print(f"multiply-adds per token: absorbed {(2 * rank + rope_dim) / (2 * head_dim):.2f} times those of MHA")
 
 # %% [markdown]
-# Unpacking the past at each step takes too long. Over a short past the absorbed path is slower than plain multi-head
-# attention: it multiplies more, by matrices that MHA does not have. But for each token of the past MHA reads 3.6 times
-# as much, so it gains as the past grows. Where the lines cross is another matter on another machine. In short: MLA is
-# worth it with many heads and long texts, and it saves memory first.
+# Unpacking the past at each step takes too long. The absorbed path multiplies 4.25 times as much per token of the past
+# as plain multi-head attention, and MHA reads 3.6 times as much. In this run MHA is ahead over the two short pasts, and
+# the absorbed path over the two long ones. On another machine the lines may cross elsewhere. In short: MLA saves memory
+# first, most of all with many heads. It also saves time where texts are long.
 #
 # ## Folding for good
 #

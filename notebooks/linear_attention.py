@@ -19,7 +19,8 @@
 # fixed size can recall, and what it cannot, by three small models that learn to. *Runs in* half a minute.
 #
 # Three layers of four in Qwen3.5 are such layers, and most layers of Kimi-Linear and OLMo hybrid.
-# Symbols: [glossary](../docs/notebooks.md).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 
 # %%
 import attnpack
@@ -61,7 +62,7 @@ assert_close(last[0, 0], state)
 print("pairs, state and operator agree; the state has", state.numel(), "numbers")
 
 # %% [markdown]
-# ## What it saves
+# ## The memory that it saves
 #
 # A cache of keys and values grows by 2 D numbers per token and head. A state stays as it is.
 
@@ -152,7 +153,7 @@ with torch.no_grad():
 print("bytes of the cache at all lengths:", sizes)
 
 # %% [markdown]
-# ## What a state can recall
+# ## How much a state can recall
 #
 # *Associative recall* ([Arora et al. 2023](https://arxiv.org/abs/2312.04927)): a text tells pairs of a key and a word,
 # one token each; then it names each key, and the model answers with the word. Three small models learn to do so, of one

@@ -18,7 +18,9 @@
 # layer in three versions (plain, cached, cached and masked), two conventions for masks, and what one shared key-value
 # head saves. *Runs in* half a minute.
 #
-# Sources: [Shazeer 2019](https://arxiv.org/abs/1911.02150). Symbols: [glossary](../docs/notebooks.md).
+# Sources: [Shazeer 2019](https://arxiv.org/abs/1911.02150).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # In multi-head attention every head owns a query, a key and a value projection. Multi-query attention (Shazeer 2019)
 # keeps one query projection per head, but lets all heads read **one** key head and **one** value head. Heads can still
@@ -77,8 +79,9 @@ class MultiQueryAttentionV1(nn.Module):
 
     def forward(self, x):
         batch, seq, d_model = x.shape
-        Q = self.W_q(x).view(batch, seq, self.num_heads, self.d_kv).transpose(1, 2)  # [batch, heads, seq, d_kv]
-        K = self.W_k(x).unsqueeze(1)  # [batch, 1, seq, d_kv]
+        # Q: [batch, heads, seq, d_kv], K and V: [batch, 1, seq, d_kv]
+        Q = self.W_q(x).view(batch, seq, self.num_heads, self.d_kv).transpose(1, 2)
+        K = self.W_k(x).unsqueeze(1)
         V = self.W_v(x).unsqueeze(1)
 
         scores = Q @ K.transpose(-2, -1) / math.sqrt(self.d_kv)  # [batch, heads, seq, seq]
@@ -231,6 +234,12 @@ print("V2, native: the same ten steps:", printed == ten_steps)
 print("outputs:", largest_difference(steps_native, steps_plain))
 print("keys:   ", largest_difference(native_cache[0], plain_cache[0]))
 print("values: ", largest_difference(native_cache[1], plain_cache[1]))
+ours = reference.MQAV2(d_model, num_heads)
+ours.load_state_dict(v1.state_dict())
+printed, (ours_steps, ours_cache) = printed_by(run_steps, ours, x)
+print("attnpack.reference against that class:", largest_difference(ours_steps, steps_plain))
+torch.testing.assert_close(ours_steps, steps_plain)
+torch.testing.assert_close(ours_cache, plain_cache)
 torch.testing.assert_close(steps_native, steps_plain)
 torch.testing.assert_close(native_cache, plain_cache)
 
@@ -405,9 +414,11 @@ with torch.no_grad():
         torch.testing.assert_close(chunks, plain)
 print("in full against steps of 1:", largest_difference(full, steps_v3))
 torch.testing.assert_close(steps_v3, full)
-theirs = reference.MQAV3(d_model, num_heads)
-theirs.load_state_dict(v1.state_dict())
-torch.testing.assert_close(theirs(x)[0], full)
+ours = reference.MQAV3(d_model, num_heads)
+ours.load_state_dict(v1.state_dict())
+with torch.no_grad():
+    print("attnpack.reference against that class:", largest_difference(ours(x)[0], full))
+    torch.testing.assert_close(ours(x)[0], full)
 
 # %% [markdown]
 # ## Once more, in C++

@@ -17,8 +17,9 @@
 # *You need* [multi_query_attention](multi_query_attention.ipynb). *You learn* which limit applies to which call, and
 # how to read a roofline. *Runs in* half a minute.
 #
-# Sources: [Williams et al. 2009](https://doi.org/10.1145/1498765.1498785) (the roofline). Symbols:
-# [glossary](../docs/notebooks.md).
+# Sources: [Williams et al. 2009](https://doi.org/10.1145/1498765.1498785) (the roofline).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 #
 # "Faster than X" says little if X is slow. So `attnpack bench` measures two things in the same run: the limits of the
 # machine (multiply-adds per second in registers, bytes per second read in order), and the time of attention calls,
@@ -159,9 +160,9 @@ plot_roofline.draw_times_faster(axes, bench, "train", "sdpa")
 plt.show()
 
 # %% [markdown]
-# Where a bar ends left of 1, PyTorch is faster. The next cell lists such cases of this one run. Another run has some:
-# in [peers.txt](../benchmarks/results/peers.txt), from such a machine too, SDPA is faster in all four small calls, and
-# zentorch is in one case of cold decoding.
+# Where a bar ends left of 1, PyTorch is faster. The next cell lists such cases of this one run. Another run of such a
+# machine has one ([peers.txt](../benchmarks/results/peers.txt)): compiled FlexAttention is faster in cold decoding in
+# fp32 where no heads are shared.
 
 # %%
 slower = [
@@ -176,8 +177,7 @@ print("\n".join(slower) or "nowhere in this run")
 # ## And here, now
 #
 # A part of the same measurement, run live with this notebook on its machine: short calls, in which the overhead
-# matters, on one thread, because two threads on a busy machine wait for each other. With two threads SDPA may be ahead
-# in such calls, as the stored run of all peers shows.
+# matters, on one thread, because two threads on a busy machine wait for each other.
 
 # %% tags=["hide-input"] jupyter={"source_hidden": true}
 threads = torch.get_num_threads()

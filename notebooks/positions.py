@@ -20,8 +20,9 @@
 #
 # Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (positions that are added),
 # [Su et al. 2021](https://arxiv.org/abs/2104.09864) (RoPE), [Chen et al. 2023](https://arxiv.org/abs/2306.15595)
-# (linear scaling), [Peng et al. 2023](https://arxiv.org/abs/2309.00071) (NTK, dynamic and YaRN). Symbols:
-# [glossary](../docs/notebooks.md).
+# (linear scaling), [Peng et al. 2023](https://arxiv.org/abs/2309.00071) (NTK, dynamic and YaRN).
+# The glossary has the [symbols](../docs/notebooks.md#glossary-of-symbols) and the
+# [words](../docs/notebooks.md#glossary-of-words).
 
 # %%
 import math
@@ -266,7 +267,7 @@ for (name, scaling), (colour, line) in zip(settings.items(), plot_memory.STYLES,
             range(12), theta / stretched, line, color=colour, marker="o", markersize=4, linewidth=thick, label=name
         )
 print(f"rotations of pair 0 in {trained_len} tokens: {trained_len / (2 * math.pi):.1f}")
-axes.set(xlabel="pair (0 rotates fastest)", ylabel="stretched by", title="What each scaling does to each pair")
+axes.set(xlabel="pair (0 rotates fastest)", ylabel="stretched by", title="How far each scaling stretches each pair")
 axes.set_xticks(range(12))
 axes.grid(alpha=0.3)
 axes.legend()
@@ -315,8 +316,8 @@ assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"
 # %% [markdown]
 # As trained, little happens at the line itself: for the next characters nearly all keys that a query sees are at
 # distances that occurred in training, and only the first few are farther away. Then the loss climbs, far above where it
-# was. Linear scaling without further training is bad from the first character on (2.86), because neighbours are closer
-# together than in training, by the factor 8. Far away it is only a little worse (2.91).
+# was. Linear scaling without further training is bad from the first character on (2.86), and far away only a little
+# worse (2.91). A likely reason, not tested here: neighbours are closer together than in training, by the factor 8.
 #
 # NTK-aware scaling keeps neighbours readable, holds on longer, and then climbs too. Its factor is 8 for the slowest
 # pair only, so pairs in the middle still reach new angles. The dynamic form goes further. Its factor follows the length

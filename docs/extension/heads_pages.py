@@ -60,7 +60,7 @@ def draw_picture() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_pages(Path(folder))
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-        command += [f"--user-data-dir={folder}/profile", "--window-size=1280,860", "--virtual-time-budget=4000"]
+        command += [f"--user-data-dir={folder}/profile", "--window-size=1280,910", "--virtual-time-budget=4000"]
         command += [f"--screenshot={FOLDER.parent / 'images/heads.png'}", f"file://{folder}/names.html"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 

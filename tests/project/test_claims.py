@@ -16,7 +16,7 @@ from pathlib import Path
 import attnpack
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # last: scripts/fuzz.py is not our package fuzz
 from advice import STRONG  # noqa: E402
 
 TESTS = Path(__file__).parents[1]

@@ -72,6 +72,8 @@ def test_the_multi_query_notebook_prints_the_lines_of_its_source():
             f"V.shape: torch.Size([2, 1, {t}, 8])\nshape of out : torch.Size([2, 1, 64])\n"
         )
         assert printed.count(step) == 1
+    gaps = re.findall(r"^attnpack.reference against that class: (\S+)$", printed, flags=re.M)
+    assert len(gaps) == 3 and max(map(float, gaps)) < 1e-6, "V1, V2 and V3"
     assert re.findall(r"^(.*): the same ten steps: (\w+)$", printed, flags=re.M) == [
         (name, "True") for name in ("V2, native", "V3", "V3, native", "V2, C++", "V3, C++", "C++ program, V2 and V3")
     ]
@@ -98,7 +100,8 @@ def test_the_reading_order_is_that_of_the_links():
 def test_teaches(script):
     """Has its requirements, links, a summary, and three exercises, whose solutions run and print three answers."""
     text = script.read_text()
-    for words in ("*You need*", "*You learn*", "*Runs in*", "[glossary](../docs/notebooks.md)", "# ## Summary"):
+    glossary = [f"[{name}](../docs/notebooks.md#glossary-of-{name})" for name in ("symbols", "words")]
+    for words in ("*You need*", "*You learn*", "*Runs in*", *glossary, "# ## Summary"):
         assert words in text, words
     prose = "".join(cell.source for cell in jupytext.read(script).cells if cell.cell_type == "markdown")
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", prose)
@@ -149,8 +152,9 @@ def test_the_plain_lines_of_the_newest_variants_are_those_of_the_library():
     printed = texts(nbformat.read(FOLDER / "newest_variants.ipynb", as_version=4))
     modules = re.findall(r"^plain lines against the modules?: ([\d.e+-]+)$", printed, flags=re.M)
     references = re.findall(r"^plain (?:lines|sums) against attnpack.reference: ([\d.e+-]+)$", printed, flags=re.M)
-    assert (len(modules), len(references)) == (7, 4)
-    assert all(float(gap) < 1e-5 for gap in modules + references)
+    outputs = re.findall(r"^the output against attnpack.reference: ([\d.e+-]+)$", printed, flags=re.M)
+    assert (len(modules), len(references), len(outputs)) == (7, 4, 1), "MTLA has sums and an output"
+    assert all(float(gap) < 1e-5 for gap in modules + references + outputs)
 
 
 def test_notebooks_import_only_what_a_reader_has():

@@ -202,7 +202,8 @@ def test_calls_have_the_types_of_their_arguments(mypy):
 
 
 def test_the_readmes_code_has_no_type_errors(tmp_path, mypy):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/howto/transformers.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page, flags=re.S)]
     assert len(blocks) >= 3
     program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks) + "\nreveal_type(out)\nreveal_type(lse)\n")

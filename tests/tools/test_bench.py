@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import attnpack.tools.bench as bench
 import pytest
@@ -34,6 +35,19 @@ def test_peers_compute_the_same(peer, dtype):
         assert (value.data_ptr() == key.data_ptr()) == case.latent
         theirs, mine = PEERS[peer](case, query, key, value)(), ours(case, query, key, value)()
         torch.testing.assert_close(theirs, mine, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.long
+def test_flex_attention_is_compiled_for_each_case(monkeypatch):
+    """Beyond the limit of graphs too: torch would warn, and run the form that stores all scores."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "flex_attention called without torch.compile")
+        for length in (40, 56, 72):
+            case = dataclasses.replace(TINY, q_len=length, kv_len=length, causal=True)
+            query, key, value, _ = make_inputs(case)
+            found, wanted = PEERS["flex"](case, query, key, value)(), ours(case, query, key, value)()
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("peer", ["flash_attn", "flashinfer"])

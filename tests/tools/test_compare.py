@@ -230,6 +230,23 @@ def test_models_are_equal_in_parameters(params):
         assert {layer.self_attn.embed_dim for layer in model.decoder.layers} == {scale.embed_dim}
 
 
+def test_the_sizes_of_the_docs_are_those_of_the_code():
+    page = (ROOT / "docs/howto/compare.md").read_text()
+    shown = re.findall(r"^\| (?:up to (\w+)|more) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, flags=re.M)
+    assert len(shown) == 4
+    for most, *sizes in shown:
+        scale = models.scale_of(cli._params(most or "1000M"))
+        assert [scale.num_layers, scale.length, scale.batch, scale.steps] == list(map(int, sizes))
+    (least, without) = re.findall(r"from (\w+) to 1000M.*without `mla` and `gdn` (\w+) is", " ".join(page.split()))[0]
+    others = [name for name in VARIANTS if name not in ("mla", "gdn")]
+    for params, names, refused in ((least, VARIANTS, "mla"), (without, others, "mha")):
+        count = cli._params(params)
+        for name in names:
+            models.make_model(name, models.scale_of(count), device="meta")
+        with pytest.raises(ValueError, match="want at least"):
+            models.make_model(refused, models.scale_of(count - 1000), device="meta")
+
+
 def test_heads_are_shared_as_the_name_says():
     scale = models.scale_of(200_000)
     kv_heads = {name: variants.make_attention(name, scale.sizes).k_proj.out_features // 16 for name in ("mha", "mqa")}
@@ -349,6 +366,21 @@ def test_the_line_of_the_picture_joins_the_best():
     assert drawn.count("stroke-dasharray") == 4 and "grey line" in drawn and "bars:" in drawn
     single = str(picture.draw({"mha": entry(1.9, 1024, 0.5, None)}, "title", 4096))
     assert "stroke-dasharray" not in single and "grey line" not in single and "bars:" not in single
+
+
+def test_a_point_that_was_moved_shows_its_own_cost():
+    """A line from where it stands to where its cost is, and a sentence about it."""
+    apart = {"mha": entry(1.9, 1024, 0.5), "mqa": entry(2.0, 128, 0.2)}
+    assert "short line" not in str(picture.draw(apart, "title", 4096))
+    root = ElementTree.fromstring(str(picture.draw({**apart, "gqa-1": entry(2.01, 128, 0.3)}, "title", 4096)))
+    words = [each.text for each in root.iter() if each.tag.endswith("}text")]
+    assert any("short line" in word for word in words)
+    dots = [each for each in root.iter() if each.tag.endswith("}circle")]
+    ways = [re.findall(r"[\d.]+", each.get("d")) for each in root.iter() if each.tag.endswith("}path")]
+    places = {(float(dot.get("cx")), dot.get("cy")) for dot in dots if float(dot.get("cx")) < 480}
+    stubs = [(float(x1), float(x2), y1) for x1, y1, x2, y2 in ways if y1 == y2 and (float(x2), y1) in places]
+    assert len(stubs) == 2 and len({x1 for x1, _, _ in stubs}) == 1, "mqa and gqa-1 cost the same"
+    assert sorted(x2 - x1 for x1, x2, _ in stubs) == pytest.approx([-6, 6])
 
 
 def test_no_name_of_the_picture_covers_another():

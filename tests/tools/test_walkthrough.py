@@ -112,6 +112,26 @@ def test_a_flow_leads_from_right_sides_to_left_sides():
     assert re.search(r'd="M 38.8 20 L 89 50"', str(drawing)) and "cached" not in texts(drawing)
 
 
+def test_arrows_of_a_flow_end_at_frames_and_stand_apart():
+    nodes = {"a": (10, 20, "ab", "#fff"), "b": (10, 80, "ab", "#fff"), "c": (90, 50, "c", "#fff")}
+    drawing = str(newest.flow(nodes, [("b", "c"), ("a", "c")], cached=["a", "c"]))
+    assert 'd="M 38.8 80 L 83 54"' in drawing and 'd="M 44.8 20 L 83 46"' in drawing
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWINGS if hasattr(newest, name)])
+def test_no_arrow_crosses_a_box(name):
+    """But those that it joins: an arrow's inner points are in no box."""
+    root = ElementTree.fromstring(str(DRAWINGS[name]))
+    areas = [[float(each.get(key)) for key in ("x", "y", "width", "height")] for each in boxes(DRAWINGS[name])]
+    ways = [each.get("d") for each in root.iter(f"{SVG}path") if each.get("marker-end")]
+    assert ways
+    for way in ways:
+        x1, y1, x2, y2 = map(float, re.findall(r"-?[\d.]+", way))
+        for step in range(1, 40):
+            x, y = x1 + (x2 - x1) * step / 40, y1 + (y2 - y1) * step / 40
+            assert not any(a < x < a + w and b < y < b + h for a, b, w, h in areas), way
+
+
 def test_a_cache_of_words():
     said = texts(schematic.cache_growth(2, 1, [" The", " cat", " sat"]))
     assert said.count("The") == said.count("cat") == 2 and said.count("sat") == 1

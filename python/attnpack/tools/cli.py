@@ -147,7 +147,10 @@ def build_parser() -> argparse.ArgumentParser:
     compare = _command(commands, "compare", _compare, "train small models of each attention variant", example)
     names = "mha, gqa-N (N key-value heads, 1 to 8), mqa, mla, diff, sparse, gdn [all, with gqa-4 and gqa-2]"
     compare.add_argument("--variants", nargs="+", metavar="NAME", help=names)
-    count = "parameters of each model: the feed-forwards take what attention leaves [200K]"
+    count = (
+        "parameters of each model, any number such as 200K, 1.5M or 150000: the feed-forwards take what attention "
+        "leaves [200K]"
+    )
     compare.add_argument("--params", type=_params, default="200K", metavar="N", help=count)
     compare.add_argument("--seeds", type=_positive, default=3, metavar="N", help="runs of each variant [%(default)s]")
     steps = "steps of each run [300 for 200K, 1000 for 5M]"

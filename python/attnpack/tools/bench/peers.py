@@ -80,7 +80,8 @@ def flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     mask = None
     if case.causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.q_len, case.kv_len, device=query.device)
-    return functools.partial(_compiled(flex_attention), query, key, value, block_mask=mask, enable_gqa=True)
+    torch.compiler.reset()  # with the graphs of other cases, torch would run its slow form from the ninth one on
+    return functools.partial(torch.compile(flex_attention), query, key, value, block_mask=mask, enable_gqa=True)
 
 
 def flash_attn(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
@@ -130,11 +131,6 @@ def _dense_half(case: Case, query: Tensor) -> bool:
     """Whether packages for CUDA take the case. Their causal mask is aligned with the last key, ours with the first."""
     square = case.q_len == case.kv_len or not case.causal
     return not query.is_cpu and case.dtype != "fp32" and case.head_dim == case.v_head_dim and square
-
-
-@functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
 
 
 def onnxruntime(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:

@@ -11,7 +11,7 @@ from ..plot.schematic import Drawing
 from .axes import Axis, LogAxis
 from .report import Entry
 
-_WIDTH, _HEIGHT = 920, 452
+_WIDTH, _HEIGHT = 920, 470
 _TOP, _BOTTOM = 66, 356  # of the panels
 _PANELS = ((72, 476), (500, 904))  # left and right
 _GRID, _FRONT, _SOFT = "#e6e6e6", "#a0a0a0", "#666666"
@@ -25,10 +25,15 @@ _Area = tuple[float, float, float, float]  # left, top, right, bottom
 class _Point:
     name: str
     colour: str
-    x: float
+    cost: float  # where its cost is on the axis
+    x: float  # where it stands
     y: float
     top: float
     bottom: float  # the ends of the bar
+
+    @property
+    def moved(self) -> bool:
+        return abs(self.x - self.cost) > 0.5
 
 
 # Where a name may stand: to the side of its point, above or below its bar, or beside it aslant.
@@ -68,6 +73,7 @@ def draw(entries: dict[str, Entry], title: str, context: int) -> Drawing:
         *(["grey line: nothing else is better in both"] if left.has_front or right.has_front else []),
     ]
     begin = _PANELS[0][0]
+    moved = "A point that would cover another stands beside it; the short line at its side leads to its own cost"
     parts = [
         svg.text(begin, 26, "Loss against memory and time", bold=True, left=True, size=17),
         svg.text(begin, 47, title, _SOFT, left=True),
@@ -77,7 +83,8 @@ def draw(entries: dict[str, Entry], title: str, context: int) -> Drawing:
         _upright(24, (_TOP + _BOTTOM) / 2, "held-out loss, nats per byte"),
         *left.points(),
         *right.points(),
-        svg.text(begin, _HEIGHT - 18, "; ".join(notes), _SOFT, left=True),
+        svg.text(begin, 434, "; ".join(notes), _SOFT, left=True),
+        *([svg.text(begin, 452, moved, _SOFT, left=True)] if left.has_moved or right.has_moved else []),
     ]
     return Drawing(_WIDTH, _HEIGHT, tuple(parts))
 
@@ -95,12 +102,16 @@ class _Panel:
             colour = colours.KINDS.get(name.partition("-")[0].upper()) or next(others)
             loss, spread = entries[name].loss, entries[name].loss_spread or 0.0
             heights = [losses(each) for each in (loss, loss + spread, loss - spread)]
-            self._points.append(_Point(name, colour, axis(costs[name]), *heights))
+            self._points.append(_Point(name, colour, axis(costs[name]), axis(costs[name]), *heights))
         _set_apart(self._points)
 
     @property
     def has_front(self) -> bool:
         return len(self._best) > 1
+
+    @property
+    def has_moved(self) -> bool:
+        return any(point.moved for point in self._points)
 
     def frame(self, label: str) -> list[str]:
         """The grid, and the costs below it."""
@@ -117,6 +128,7 @@ class _Panel:
             x, colour = point.x, point.colour
             parts.append(svg.line(x, point.top, x, point.bottom, colour))
             parts += [svg.line(x - 4, end, x + 4, end, colour) for end in (point.top, point.bottom) if end != point.y]
+            parts += [svg.line(point.cost, point.y, x, point.y, colour)] if point.moved else []
             parts.append(svg.dot(x, point.y, colour))
         return parts + self._names()
 
@@ -161,7 +173,7 @@ def _front(places: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def _set_apart(points: Sequence[_Point], least: float = 12.0) -> None:
-    """Moves points aside whose bars would cover each other."""
+    """Moves points aside whose bars would cover each other. The picture shows by how much."""
     groups: list[list[_Point]] = []
     for point in sorted(points, key=lambda point: point.x):
         if groups and any(_overlap(point, other, least) for other in groups[-1]):

@@ -12,13 +12,23 @@ from .svg import box, line, text
 Node = tuple[float, float, str, str]
 """The left edge and the middle of a box, its label and its colour."""
 _HEIGHT = 26
+_FRAME = 6  # pixels from a box to the outside of its frame
+_APART = 8  # pixels between arrows that arrive at one box
 
 
 def flow(nodes: Mapping[str, Node], arrows: Sequence[tuple[str, str]], *, cached: Sequence[str] = ()) -> Drawing:
     """Boxes, and arrows from the right side of one to the left side of another. `cached` ones have a frame."""
     widths = {name: 16 + 6.4 * len(label) for name, (_, _, label, _) in nodes.items()}
+    frames = {name: _FRAME if name in cached else 0 for name in nodes}
     parts = [
-        line(nodes[a][0] + widths[a], nodes[a][1], nodes[b][0] - 1, nodes[b][1], "#777777", arrow=True)
+        line(
+            nodes[a][0] + widths[a] + frames[a],
+            nodes[a][1],
+            nodes[b][0] - 1 - frames[b],
+            _arrival(nodes, arrows, a, b),
+            "#777777",
+            arrow=True,
+        )
         for a, b in arrows
     ]
     for name, (x, y, label, colour) in nodes.items():
@@ -39,6 +49,13 @@ def flow(nodes: Mapping[str, Node], arrows: Sequence[tuple[str, str]], *, cached
     return Drawing(int(right) + 12, int(bottom) + (34 if cached else 12), (ARROW, *parts))
 
 
+def _arrival(nodes: Mapping[str, Node], arrows: Sequence[tuple[str, str]], a: str, b: str) -> float:
+    """The height at which the arrow from a arrives at b: those to one box stand apart, in the order of their
+    beginnings."""
+    beginnings = sorted((nodes[name] for name, end in arrows if end == b), key=lambda node: node[1])
+    return nodes[b][1] + _APART * (beginnings.index(nodes[a]) - (len(beginnings) - 1) / 2)
+
+
 def gate() -> Drawing:
     """A gate between attention and the output projection."""
     nodes = {
@@ -47,7 +64,7 @@ def gate() -> Drawing:
         "k": (90, 70, "k", KEY),
         "v": (90, 116, "v", VALUE),
         "attention": (170, 70, "attention", WEIGHT),
-        "gate": (60, 162, "gate: sigmoid(W_g x)", PLAIN),
+        "gate": (90, 162, "gate: sigmoid(W_g x)", PLAIN),
         "times": (350, 70, "times", PLAIN),
         "out": (430, 70, "o_proj", PLAIN),
     }
@@ -137,8 +154,8 @@ def indexer() -> Drawing:
         "q": (80, 116, "q", QUERY),
         "k": (80, 162, "k", KEY),
         "v": (80, 208, "v", VALUE),
-        "attention": (480, 139, "attention over these", WEIGHT),
-        "out": (660, 139, "o_proj", PLAIN),
+        "attention": (520, 139, "attention over these", WEIGHT),
+        "out": (700, 139, "o_proj", PLAIN),
     }
     arrows = [("x", name) for name in ("index q", "index k", "q", "k", "v")]
     arrows += [("index q", "scores"), ("index k", "scores"), ("scores", "best"), ("best", "attention")]
@@ -153,9 +170,9 @@ def tied() -> Drawing:
         "q": (80, 24, "q", QUERY),
         "rotated": (80, 70, "rotated, one for all", KEY),
         "state": (80, 116, "state s", LATENT),
-        "key": (290, 82, "key: half of s, and this", KEY),
-        "value": (290, 128, "value: s", VALUE),
-        "attention": (500, 82, "attention", WEIGHT),
+        "key": (270, 82, "key: half of s, and this", KEY),
+        "value": (270, 134, "value: s", VALUE),
+        "attention": (520, 82, "attention", WEIGHT),
     }
     arrows = [("x", "state"), ("x", "rotated"), ("rotated", "key"), ("state", "key"), ("state", "value"), ("x", "q")]
     arrows += [("q", "attention"), ("key", "attention"), ("value", "attention")]
@@ -165,17 +182,20 @@ def tied() -> Drawing:
 def latents_in_groups() -> Drawing:
     """GLA: two latents, each for half of the heads."""
     nodes = {
-        "x": (10, 70, "x", PLAIN),
-        "c0": (80, 24, "latent 0", LATENT),
-        "rotated": (80, 70, "rotated key", KEY),
-        "c1": (80, 116, "latent 1", LATENT),
-        "first": (230, 36, "keys, values of heads 0 and 1", VALUE),
-        "second": (230, 104, "keys, values of heads 2 and 3", VALUE),
-        "device 0": (470, 36, "attention, on device 0", WEIGHT),
-        "device 1": (470, 104, "attention, on device 1", WEIGHT),
+        "x": (10, 93, "x", PLAIN),
+        "c0": (80, 43, "latent 0", LATENT),
+        "rotated": (80, 93, "rotated key", KEY),
+        "c1": (80, 143, "latent 1", LATENT),
+        "k0": (250, 24, "keys of heads 0 and 1", KEY),
+        "v0": (250, 62, "values of heads 0 and 1", VALUE),
+        "k1": (250, 124, "keys of heads 2 and 3", KEY),
+        "v1": (250, 162, "values of heads 2 and 3", VALUE),
+        "device 0": (470, 43, "attention, on device 0", WEIGHT),
+        "device 1": (470, 143, "attention, on device 1", WEIGHT),
     }
-    arrows = [("x", "c0"), ("x", "rotated"), ("x", "c1"), ("c0", "first"), ("c1", "second"), ("rotated", "first")]
-    arrows += [("rotated", "second"), ("first", "device 0"), ("second", "device 1")]
+    arrows = [("x", "c0"), ("x", "rotated"), ("x", "c1"), ("rotated", "k0"), ("rotated", "k1")]
+    arrows += [(f"c{n}", f"{part}{n}") for n in (0, 1) for part in "kv"]
+    arrows += [(f"{part}{n}", f"device {n}") for n in (0, 1) for part in "kv"]
     return flow(nodes, arrows, cached=["c0", "rotated", "c1"])
 
 
