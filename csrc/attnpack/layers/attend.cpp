@@ -240,8 +240,7 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, const AttendOptions& options) {
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = sharded_attention()) {
-    ATTNPACK_CHECK(!options.key_index,
-                   "key_index: got one, which is not supported over several processes; leave it out");
+    refuse_named_keys(options.key_index, options.key_block);
     return over->attend(query, key, value, options);
   }
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");

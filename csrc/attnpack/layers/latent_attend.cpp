@@ -267,8 +267,7 @@ Tensor latent_attend(const Tensor& unscaled, const Tensor& latent, const Tensor&
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = sharded_attention()) {
     check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
-    ATTNPACK_CHECK(!options.key_index,
-                   "key_index: got one, which is not supported over several processes; leave it out");
+    refuse_named_keys(options.key_index, /*key_block=*/1);
     return over->latent_attend(query, latent, k_rope, kv_b, v_dim, options);
   }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");

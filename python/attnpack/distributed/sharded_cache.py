@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache import DynamicCache, KVCache, LatentCache, StaticCache
-from ..errors import wrong_kind
+from ..errors import check_positions, wrong_kind
 from ..nn.linear import plain_weight
 from ..nn.sharded_attention import ShardedAttention
 from .agreement import agree
@@ -188,6 +188,7 @@ class ShardedCache(KVCache, ShardedAttention):
 
     def _places(self, past: Tensor, query: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Positions of the new tokens, [B, L], for RoPE."""
+        check_positions(inputs["positions"], query)
         if inputs["positions"] is not None:
             return inputs["positions"]
         return past.unsqueeze(1) + torch.arange(query.size(2), device=query.device)

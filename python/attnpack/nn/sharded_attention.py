@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, errors
+from .._C import checks
 
 
 class ShardedAttention:
@@ -104,6 +105,18 @@ def refuse_context_parallel(what: str, fix: str) -> None:
         raise ValueError(
             f"attnpack: {what} under context_parallel, which shards padded sequences of attnpack's own modules: {fix}"
         )
+
+
+def refuse_named_keys(key_index: Tensor | None, key_block: int = 1) -> None:
+    """Raises for names of keys where several processes hold the keys."""
+    if key_index is not None or key_block != 1:  # else nothing is called, because graphs stop at it
+        checks.named_keys_over_ranks(key_index, key_block)
+
+
+def refuse_chunk(chunk: int | None) -> None:
+    """Raises for chunks of a sequence that several processes hold."""
+    if chunk is not None:
+        checks.chunk_over_ranks(chunk)
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:

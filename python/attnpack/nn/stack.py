@@ -15,6 +15,7 @@ from ..errors import (
     MODEL_CACHE,
     check_ids,
     check_input,
+    check_positions,
     check_vocabulary,
     reject_keywords,
     with_article,
@@ -100,6 +101,7 @@ class _Stack(NativeModule):
             places = nested.positions_of(h, positions)[0]
             h = nested.like(nested.rows("x", h) + self._learned(places), h)
         elif self.embed_positions is not None:
+            check_positions(positions, h)
             positions = positions_here(h.size(1), h.device) if positions is None else positions
             h = h + self._learned(positions)
         return dropped(h, self)

@@ -275,8 +275,7 @@ void check_norm_kind(const std::string& kind) {
 at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>& positions,
                            const std::optional<at::Tensor>& past) {
   if (positions) {
-    ATTNPACK_CHECK(positions->scalar_type() == at::kLong, "positions has dtype ", positions->scalar_type(),
-                   ", wants int64 [L] or [B, L]: call .long() on it");
+    check_positions(positions, x.sym_size(0), x.sym_size(1));
     return *positions;
   }
   if (const auto* over = sharded_attention(); over && !past) return over->positions(x.size(1)).to(x.device());

@@ -24,7 +24,9 @@ from ..sharded_attention import (
     check_mask_share,
     grouped_share,
     positions_here,
+    refuse_chunk,
     refuse_context_parallel,
+    refuse_named_keys,
     sharded_attention,
 )
 
@@ -73,14 +75,8 @@ class NativeAttention(NativeModule):
         over = sharded_attention(cache)
         with unchanged_on_error(cache):
             if over is not None:
-                if self.chunk is not None:
-                    raise ValueError(
-                        f"attnpack: chunk: got {self.chunk}, which is not supported over several processes"
-                    )
-                if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
-                    raise ValueError(
-                        "attnpack: key_index: got one, which is not supported over several processes; leave it out"
-                    )
+                refuse_chunk(self.chunk)
+                refuse_named_keys(inputs.get("key_index"), inputs.get("key_block", 1))
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
             appends = cache is not None and not isinstance(cache, CrossCache)
