@@ -35,7 +35,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool,
               group: Group = None, method: str = "allgather", layout: str = "contiguous",
               **rules: Unpack[SplitRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@signatures.spelled_out(SplitRules)
+@signatures.spelled_out(SplitRules, torch.ops.attnpack.context_attention)
 def attention(
     query: Tensor,
     key: Tensor,

@@ -86,7 +86,7 @@ class LatentRules(LayerRules, total=False):
     at_names: bool
 
 
-@spelled_out(AttendRules, cross=False, key_block=1, top_blocks=0, local_blocks=0, scorer="mean", at_names=False)
+@spelled_out(AttendRules, torch.ops.attnpack.attend_with_weights)
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool = False, **rules: Unpack[AttendRules]
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *,
 @overload
 def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool,
                   **rules: Unpack[SharedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@spelled_out(SharedRules, key_block=1)
+@spelled_out(SharedRules, torch.ops.attnpack.attend_shared)
 def attend_shared(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool = False, **rules: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ def attend_shared(
     return op(query, key, value, lengths, **flat)
 
 
-@spelled_out(LatentRules, cross=False, at_names=False)
+@spelled_out(LatentRules, torch.ops.attnpack.latent_attend_with_weights)
 def latent_attend(
     query: Tensor,
     latent: Tensor,
