@@ -41,7 +41,7 @@ at::Tensor as_index(const py::object& index, const char* name = "index") {
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
 std::string describe_cache(const std::string& name, const KVCache& cache) {
   if (cache.lengths().is_meta()) return c10::str(name, "(device=meta)");  // its lengths hold no numbers
-  if (const auto* held = dynamic_cast<const RecurrentCache*>(&cache); held && cache.len() > 0)
+  if (const auto* with_states = dynamic_cast<const RecurrentCache*>(&cache); with_states && cache.len() > 0)
     return c10::str(name, "(batch=", cache.lengths().size(0), ", len=", cache.len(), ", bytes=", cache.nbytes(), ")");
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();

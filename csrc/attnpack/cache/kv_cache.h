@@ -80,8 +80,8 @@ class KVCache {
   // [B, Hkv, len, D] and [B, Hkv, len, Dv], views (copies of a QuantizedCache and a PagedCache); undefined before the
   // first append of a DynamicCache. Where sequences differ in length, the positions after the end of a shorter one are
   // unspecified.
-  virtual at::Tensor k() const { return held(tensors_.key); }
-  virtual at::Tensor v() const { return held(tensors_.value); }
+  virtual at::Tensor k() const { return valid(tensors_.key); }
+  virtual at::Tensor v() const { return valid(tensors_.value); }
   // Key, value and lengths for a layer that reads what this cache's own layer has appended; key is undefined before the
   // first append. A cache that another layer cannot read raises.
   virtual CacheTensors shared() const { return {k(), v(), lengths()}; }
@@ -114,7 +114,7 @@ class KVCache {
  private:
   // Copies, which are normal tensors also under inference_mode.
   static CacheTensors copy_tensors(const CacheTensors& tensors);
-  at::Tensor held(const at::Tensor& tensor) const {  // the positions that are held
+  at::Tensor valid(const at::Tensor& tensor) const {  // the positions that are stored
     return tensor.defined() ? tensor.narrow_symint(2, 0, sym_stored()) : tensor;
   }
 };
@@ -155,7 +155,7 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name = "index");
 
 // The first n positions of a tensor [B, H, slots, D].
-at::Tensor first_positions(const at::Tensor& held, const c10::SymInt& n);
+at::Tensor first_positions(const at::Tensor& tensor, const c10::SymInt& n);
 
 // A tensor like `like` [B, H, slots, D] with `capacity` slots. It begins with the first `len` ones of `like`.
 at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10::SymInt& capacity);

@@ -19,7 +19,7 @@ class LatentCache : public IndexedCache {
   // Raises where the indexer of the held positions has not made room for these.
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
   void reset() override;
-  std::shared_ptr<KVCache> clone() const override { return with_own_index(copy_of(*this)); }
+  std::shared_ptr<KVCache> clone() const override { return with_copied_index(copy_of(*this)); }
   // numbers: len, kv_lora_rank, ready
   CacheState state() const override;
   void restore(const CacheState& state) override;

@@ -61,10 +61,10 @@ void QuantizedCache::check_stored(const at::Tensor& key, const at::Tensor& value
   ATTNPACK_CHECK(kv_lora_rank == kv_lora_rank_, "cache: got ", kv_lora_rank ? "latents" : "keys and values",
                  " of kv_lora_rank ", kv_lora_rank, ", want ", kv_lora_rank_,
                  " as the cache holds (0: keys and values); use a cache of this layer's shape, or reset() it");
-  const auto held = [&](const at::Tensor& rows, const SymInt& dim) {
+  const auto shape_of = [&](const at::Tensor& rows, const SymInt& dim) {
     return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype_));
   };
-  check_fits({held(tensors_.key, head_dim_), held(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
+  check_fits({shape_of(tensors_.key, head_dim_), shape_of(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
 }
 
 CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {

@@ -55,7 +55,7 @@ class RecurrentCache : public KVCache {
 
  private:
   // A tensor that a call under inference_mode has made cannot be read by autograd: it gives a copy that can.
-  static at::Tensor readable(const at::Tensor& held);
+  static at::Tensor readable(const at::Tensor& stored);
 
   RecurrentStates states_;
   c10::SymInt len_ = 0;  // kept here so that no call waits for the device

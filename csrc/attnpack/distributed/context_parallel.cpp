@@ -59,8 +59,8 @@ class ShardedSequence : public ShardedAttention {
       const auto [all_q, key, value] = heads(whole, o.kv_lens);
       return join_heads(std::get<0>(attend_rows(all_q, key, value, rules, group_, options_.layout())));
     }
-    const auto [own_q, key, value] = heads(latents, std::nullopt);
-    return join_heads(attend_heads(own_q, key, value, rules));
+    const auto [part_q, key, value] = heads(latents, std::nullopt);
+    return join_heads(attend_heads(part_q, key, value, rules));
   }
 
   at::Tensor positions(int64_t length) const override {

@@ -139,10 +139,10 @@ PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Ten
     check_attention(query, like, like, args);
   };
   const NewTokens tokens = new_tokens(query, latent, k_rope);
-  const auto held = cache_tensors(cache);
+  const auto tensors = cache_tensors(cache);
   const SymInt latent_dim = latent.sym_size(2);
-  const bool rows = held && held->key.scalar_type() == at::kByte;
-  return {rows ? place_rows(tokens, *held, latent_dim, layer, check) : place_tokens(tokens, held, layer, check),
+  const bool rows = tensors && tensors->key.scalar_type() == at::kByte;
+  return {rows ? place_rows(tokens, *tensors, latent_dim, layer, check) : place_tokens(tokens, tensors, layer, check),
           latent_dim, k_rope.sym_size(2)};
 }
 

@@ -42,7 +42,7 @@ void refuse_context_parallel(const char* what, const char* fix);
 
 // The checks below raise for what is not supported where several processes hold the keys, in both languages.
 
-// What a call gives of inputs that only one process can serve.
+// Inputs of a call that only one process can serve: which of them it gives.
 struct SingleProcessInputs {
   bool mask = false, need_weights = false, cache = false;
   bool cross = false;           // a context beside a sharded cache

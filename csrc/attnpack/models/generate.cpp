@@ -16,12 +16,12 @@ namespace attnpack {
 
 namespace {
 
-// Raises unless the pool has pages for sequences that hold `held` positions and get `more`, [B] each.
-void check_pages(const PagedCache& cache, const at::Tensor& held, const at::Tensor& more) {
+// Raises unless the pool has pages for sequences that hold `past` positions and get `more`, [B] each.
+void check_pages(const PagedCache& cache, const at::Tensor& past, const at::Tensor& more) {
   const auto pages = [&](const at::Tensor& positions) {
     return (positions + (cache.page_size() - 1)).floor_divide(cache.page_size());
   };
-  const auto need = (pages(held + more) - pages(held)).sum().item<int64_t>();
+  const auto need = (pages(past + more) - pages(past)).sum().item<int64_t>();
   ATTNPACK_CHECK(need <= cache.free_pages(), "cache: got ", cache.free_pages(), " free pages of ", cache.page_size(),
                  " positions, want ", need,
                  " for the prompts and their new tokens: give the PagedCache more pages, ask "
@@ -33,9 +33,9 @@ void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_
   if (lengths.numel() == 0) return;
   const auto appended = std::max<int64_t>(max_new_tokens - 1, 0);
   for (const auto& layer : cache.layers()) {
-    const auto held = layer->lengths().size(0) == lengths.size(0) ? layer->lengths().to(lengths.device()) : lengths * 0;
-    if (const auto paged = std::dynamic_pointer_cast<PagedCache>(layer)) check_pages(*paged, held, lengths + appended);
-    const auto need = (held + lengths).max().item<int64_t>() + appended;
+    const auto past = layer->lengths().size(0) == lengths.size(0) ? layer->lengths().to(lengths.device()) : lengths * 0;
+    if (const auto paged = std::dynamic_pointer_cast<PagedCache>(layer)) check_pages(*paged, past, lengths + appended);
+    const auto need = (past + lengths).max().item<int64_t>() + appended;
     ATTNPACK_CHECK(need <= layer->capacity().value_or(need), "cache: got room for ", *layer->capacity(),
                    " positions, want ", need, " for what it holds, the prompt and ", max_new_tokens,
                    " new tokens: make it longer, ask for fewer, or take the cache \"dynamic\"");
@@ -96,9 +96,10 @@ std::shared_ptr<ModelCache> share_rows(const std::shared_ptr<ModelCache>& cache,
       layers.push_back(layer);
       continue;
     }
-    const auto& held = layer->tensors();
+    const auto& tensors = layer->tensors();
     const auto rows = [&](const at::Tensor& x) { return x.index_select(0, index); };
-    layers.push_back(std::make_shared<StaticCache>(CacheTensors{rows(held.key), rows(held.value), rows(held.lengths)}));
+    layers.push_back(
+        std::make_shared<StaticCache>(CacheTensors{rows(tensors.key), rows(tensors.value), rows(tensors.lengths)}));
   }
   return std::make_shared<ModelCache>(std::move(layers));
 }
@@ -313,12 +314,12 @@ at::Tensor generate(EncoderDecoderImpl& model, const at::Tensor& source, const a
   auto context = model.encode(source, inputs.source_lens());
   auto source_lens = inputs.source_lens();
   const Model loop_model{
-      [&](const auto& new_ids, const auto& own_cache, const auto& valid) {
+      [&](const auto& new_ids, const auto& call_cache, const auto& valid) {
         return model.decode(context, new_ids,
                             EncoderDecoderInputs()
                                 .source_lens(source_lens)
                                 .target_lens(valid)
-                                .cache(own_cache)
+                                .cache(call_cache)
                                 .cross_cache(cross_cache));
       },
       head,

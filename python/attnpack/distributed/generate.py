@@ -30,8 +30,8 @@ def generate(model: CausalLM, ids: Tensor, *, cache: str | ModelCache, **argumen
     groups = _groups_of(model, cache)
     layers = [layer.self_attn for layer in model.layers]
 
-    def logits_of(tokens: Tensor, held: ModelCache, lengths: Tensor | None) -> Tensor:
-        return _last(model(tokens, cache=held, lengths=lengths), lengths)
+    def logits_of(tokens: Tensor, kv_cache: ModelCache, lengths: Tensor | None) -> Tensor:
+        return _last(model(tokens, cache=kv_cache, lengths=lengths), lengths)
 
     return _answer(logits_of, layers, groups, ids, cache=cache, **arguments)
 
@@ -55,10 +55,10 @@ def generate_from_source(
     cross = model.new_cross_cache()
     lens = source_lens
 
-    def logits_of(tokens: Tensor, held: ModelCache, lengths: Tensor | None) -> Tensor:
+    def logits_of(tokens: Tensor, kv_cache: ModelCache, lengths: Tensor | None) -> Tensor:
         nonlocal lens
         first = not len(cross)
-        states = model(source, tokens, source_lens=lens, target_lens=lengths, cache=held, cross_cache=cross)
+        states = model(source, tokens, source_lens=lens, target_lens=lengths, cache=kv_cache, cross_cache=cross)
         if first and num_return_sequences > 1:
             rows = torch.arange(len(source), device=source.device).repeat_interleave(num_return_sequences)
             cross.reorder(rows)
@@ -124,7 +124,7 @@ def _answer(
             num_return_sequences=num_return_sequences,
             stop_tokens=ends,
         )
-    held = cache if isinstance(cache, ModelCache) else _make_cache(layers, cache, ids, max_new_tokens, groups[0])
+    kv_cache = cache if isinstance(cache, ModelCache) else _make_cache(layers, cache, ids, max_new_tokens, groups[0])
     choose = _C.cpp.Sampler(temperature, top_k, top_p, seed)
 
     rows = torch.arange(ids.size(0), device=ids.device).repeat_interleave(num_return_sequences)
@@ -133,11 +133,11 @@ def _answer(
     tokens = None
     for step in range(max_new_tokens):
         if step == 0:
-            logits = logits_of(ids, held, lengths)[rows]
+            logits = logits_of(ids, kv_cache, lengths)[rows]
             if num_return_sequences > 1:
-                held.reorder(rows)
+                kv_cache.reorder(rows)
         else:
-            logits = logits_of(tokens.unsqueeze(1), held, None)
+            logits = logits_of(tokens.unsqueeze(1), kv_cache, None)
         chosen = _chosen(choose, logits, groups)
         tokens = chosen if step == 0 else torch.where(stopped, tokens, chosen)
         pieces.append(tokens.unsqueeze(1))

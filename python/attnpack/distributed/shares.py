@@ -93,7 +93,7 @@ def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
             f"attnpack: qk_norm: got a norm over all {module.num_heads} heads, of which a rank has a share, want one "
             "over head_dim: share this model's batch or sequences instead (FSDP2, context_parallel)"
         )
-    read, own_map = _C.distributed.kv_heads_of(heads.start, heads.stop, module.num_heads, kv_heads, module.head_map)
+    read, local_map = _C.distributed.kv_heads_of(heads.start, heads.stop, module.num_heads, kv_heads, module.head_map)
     if module.head_map is None and kv_heads % ranks == 0:
         kv = Share(COLUMNS)
     else:
@@ -109,7 +109,7 @@ def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
         {
             "num_heads": len(heads),
             "num_kv_heads": len(read),
-            "head_map": own_map,
+            "head_map": local_map,
             "_slopes": module._slopes[heads.start : heads.stop],
         },
         heads,

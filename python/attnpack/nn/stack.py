@@ -236,10 +236,10 @@ class Decoder(_Stack):
         A call that raises leaves the caches as they were (in eager mode).
         """
         reject_keywords(unknown, MODEL_CACHE)
-        for held in (cache, cross_cache):
-            check_kind(held, ModelCache, type(self).__name__)
-            if held is not None and len(held.layers) != len(self.layers):
-                checks.cache_layers(len(held.layers), len(self.layers))
+        for model_cache in (cache, cross_cache):
+            check_kind(model_cache, ModelCache, type(self).__name__)
+            if model_cache is not None and len(model_cache.layers) != len(self.layers):
+                checks.cache_layers(len(model_cache.layers), len(self.layers))
         inputs = {
             "mask": mask,
             "positions": positions,
@@ -255,10 +255,10 @@ class Decoder(_Stack):
             for i, layer in enumerate(self.layers):
                 if cross_cache is not None:
                     inputs["cross_cache"] = cross_cache.layers[i]
-                own = {} if shared[i] is None else {"kv_from": shared[i]}
+                per_layer = {} if shared[i] is None else {"kv_from": shared[i]}
                 if by_layer is not None:
-                    own["layer_input"] = by_layer.select(-2, i)
-                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs, **own)
+                    per_layer["layer_input"] = by_layer.select(-2, i)
+                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs, **per_layer)
             return self._finish(h)
 
     def _shared_keys(self, cache: ModelCache | None) -> list[KVCache | SharedKeys | None]:

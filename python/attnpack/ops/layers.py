@@ -122,8 +122,8 @@ def attend_by(
     if not _is_compiling():
         return _C.attend(query, key, value, need_weights, with_native_rope(rules))
     query, flat = flat_layer(query, rules)
-    held = CacheTensors(*(rules.get("cache") or (None, None, None)))
-    flat |= {f"cache_{name}": part for name, part in zip(CacheTensors._fields, held, strict=True)}
+    tensors = CacheTensors(*(rules.get("cache") or (None, None, None)))
+    flat |= {f"cache_{name}": part for name, part in zip(CacheTensors._fields, tensors, strict=True)}
     if not need_weights:
         flat.pop("at_names", None)
         return torch.ops.attnpack.attend(query, key, value, **flat)

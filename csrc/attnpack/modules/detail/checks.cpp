@@ -158,8 +158,8 @@ void check_no_key_index(bool key_index) {
 
 void check_no_cu_seqlens(bool cu_seqlens) {
   ATTNPACK_CHECK(!cu_seqlens,
-                 "cu_seqlens: got one, but only recurrent layers take packed sequences; pad them and give ",
-                 "kv_lens, or call attnpack::attention_varlen");
+                 "cu_seqlens: got a tensor, but attention layers take padded sequences and kv_lens; pad them, or call ",
+                 "attnpack::attention_varlen");
 }
 
 void check_no_key_block(int64_t key_block) {

@@ -335,17 +335,17 @@ class ContextAttention(NativeAttention):
             if isinstance(kv_from, SharedKeys):
                 return self._attend_over(x, kv_from, **inputs)
             return self._attend_shared(x, kv_from, need_weights, **inputs, **named)
-        held = cache if isinstance(cache, CrossCache) else None
-        if held is not None:
-            held.check_call(x, context)
-        if held is not None and held.filled:
+        cross_cache = cache if isinstance(cache, CrossCache) else None
+        if cross_cache is not None:
+            cross_cache.check_call(x, context)
+        if cross_cache is not None and cross_cache.filled:
             check_input("x", x, self.embed_dim, self._input_projection())
-            key, value = held.k, held.v
+            key, value = cross_cache.k, cross_cache.v
             query = self._queries(x, key)
         else:
-            self._check(x, context, value_context, cache if held is None else None)
+            self._check(x, context, value_context, cache if cross_cache is None else None)
             query, key, value = self._heads(x, context, value_context)
-        cross = context is not None or held is not None
+        cross = context is not None or cross_cache is not None
         check_mask_share(self, mask, query.size(1))
         return self._attend(
             x,
