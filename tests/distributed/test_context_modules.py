@@ -383,7 +383,9 @@ def wrong(name):
             scaling = {"rope_type": "dynamic", "factor": 2.0}
             made(lambda: grouped(rope=attnpack.RotaryEmbedding(6, scaling=scaling)))(x)
         if "positions" in name:
-            made(latent if "latent" in name else grouped)(x[:, :6], positions=torch.arange(3))
+            module = made(latent if "latent" in name else grouped)
+            called = torch.compile(module, backend="eager") if "compiled" in name else module
+            called(x[:, :6], positions=torch.arange(3))
         if name == "odd":
             made(grouped)(x[:, :3])
         if name in ("cpp", "cpp latent"):
@@ -412,6 +414,7 @@ WRONG = {
     "ids": "the ranks of a group give generate different arguments: rank 0 has numbers with hash",
     "parts": "the ranks of a group give unshard_sequence different arguments: rank 0 has x float32",
     "positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
+    "compiled positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
     "latent positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
     "odd": "(x: got 3 positions on a rank, want an even number)",
     "lengths": "kv_lens: got values from 1584 to 1584, want 0 to",

@@ -56,7 +56,7 @@ def refuse_inputs(
 
 def check_part_positions(positions: Tensor | None, query: Tensor) -> None:
     """Raises unless positions, if given, are those of the rows of query [B, H, L, D]."""
-    if positions is not None and not torch.compiler.is_compiling():
+    if positions is not None and (not torch.compiler.is_compiling() or positions.size(-1) != query.size(2)):
         _C.checks.part_positions(positions, query.size(2))
 
 
