@@ -125,6 +125,7 @@ void bind_rules(py::module_& m) {
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
   m.def("room_names", &room_names);
+  m.def("cache_number_names", &cache_number_names);
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
   m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
     return CacheSnapshot{kind, tensors, numbers}.make();

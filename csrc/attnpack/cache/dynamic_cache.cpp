@@ -71,15 +71,4 @@ void DynamicCache::reorder(const at::Tensor& index) {
   len_ = longest();
 }
 
-CacheState DynamicCache::state() const {
-  auto result = KVCache::state();
-  result.numbers = {len_};
-  return result;
-}
-
-void DynamicCache::restore(const CacheState& state) {
-  KVCache::restore(state);
-  len_ = numbers_of(state, 1)[0];
-}
-
 }  // namespace attnpack

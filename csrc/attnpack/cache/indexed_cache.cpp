@@ -88,18 +88,15 @@ std::shared_ptr<KVCache> IndexedCache::with_copied_index(std::shared_ptr<KVCache
 CacheState IndexedCache::state() const {
   auto result = DynamicCache::state();
   if (index_.defined()) result.tensors.push_back(index_);
-  result.numbers.push_back(ready_);
   return result;
 }
 
 void IndexedCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 2);
   auto tensors = state.tensors;
   const bool indexed = tensors.size() == 2 || tensors.size() == 4;
   index_ = indexed ? tensors.back() : at::Tensor();
   if (indexed) tensors.pop_back();
-  DynamicCache::restore({tensors, {numbers[0]}});
-  ready_ = numbers[1];
+  DynamicCache::restore({tensors, state.numbers});
 }
 
 at::Tensor IndexedCache::index() const {

@@ -19,9 +19,13 @@ class IndexedCache : public DynamicCache {
   void reset() override;
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
-  // tensors: at the end index(), with its capacity; numbers: len, ready
+  // tensors: at the end index(), with its capacity
   CacheState state() const override;
   void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override {
+    DynamicCache::visit_numbers(visit);
+    visit("ready", ready_);
+  }
 
   // The indexer's keys, [B, 1, len, D]; undefined where the cache has none.
   at::Tensor index() const;

@@ -45,6 +45,7 @@ void KVCache::restore(const CacheState& state) {
   tensors_.key = parts.size() > 1 ? parts[1] : at::Tensor();
   tensors_.value = parts.size() > 1 ? parts[2] : at::Tensor();
   tensors_.dropped = parts.size() > 3 ? std::make_optional(parts[3]) : std::nullopt;
+  read_numbers(state);
 }
 
 void KVCache::take_back(const CacheBefore& before) {
@@ -52,14 +53,36 @@ void KVCache::take_back(const CacheBefore& before) {
   tensors_.lengths.copy_(before.lengths);
 }
 
-const std::vector<c10::SymInt>& KVCache::numbers_of(const CacheState& state, size_t count) {
+void visit_int(NumberVisitor visit, const char* name, int64_t& number) {
+  c10::SymInt symbol = number;
+  visit(name, symbol);
+  number = symbol.guard_int(__FILE__, __LINE__);
+}
+
+std::vector<std::string> KVCache::number_names() const {
+  std::vector<std::string> names;
+  const_cast<KVCache*>(this)->visit_numbers([&](const char* name, c10::SymInt&) { names.emplace_back(name); });
+  return names;
+}
+
+std::vector<c10::SymInt> KVCache::numbers() const {
+  std::vector<c10::SymInt> numbers;
+  const_cast<KVCache*>(this)->visit_numbers([&](const char*, c10::SymInt& number) { numbers.push_back(number); });
+  return numbers;
+}
+
+void KVCache::read_numbers(const CacheState& state) {
+  size_t count = 0;
+  visit_numbers([&](const char*, c10::SymInt&) { ++count; });
   ATTNPACK_CHECK(state.numbers.size() == count, "numbers: got ", state.numbers.size(), ", want ", count,
-                 " for a cache of this class");
-  return state.numbers;
+                 " for a cache of this class: ", c10::Join(", ", number_names()));
+  auto next = state.numbers.begin();
+  visit_numbers([&](const char*, c10::SymInt& number) { number = *next++; });
 }
 
 CacheState KVCache::state() const {
   CacheState result;
+  result.numbers = numbers();
   result.tensors.reserve(4);
   result.tensors.push_back(tensors_.lengths);
   if (!tensors_.key.defined()) return result;

@@ -2,10 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/FunctionRef.h>
+
 #include <attnpack/ops/kv_cache.h>
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -16,8 +19,13 @@ struct CacheState {
   // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any, then dropped [B] if it drops any,
   // then what the kind has beside them
   std::vector<at::Tensor> tensors;
-  std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors
+  std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors, as visit_numbers names it
 };
+
+// Sees a number of a cache's state, and may change it.
+using NumberVisitor = c10::function_ref<void(const char* name, c10::SymInt& number)>;
+// The same for a number that torch.compile knows.
+void visit_int(NumberVisitor visit, const char* name, int64_t& number);
 
 // A cache before a call. The call changes lengths, and the rows of key and value after the held positions.
 struct CacheBefore {
@@ -73,6 +81,9 @@ class KVCache {
   virtual CacheState state() const;
   // Becomes the cache that had this state.
   virtual void restore(const CacheState& state);
+  // Calls visit with each number of the state. This is their only list.
+  virtual void visit_numbers(NumberVisitor /*visit*/) {}
+  std::vector<std::string> number_names() const;
   // Forgets what was done since before() was called.
   CacheBefore before() const { return {state(), copy_lengths(tensors_.lengths)}; }
   virtual void take_back(const CacheBefore& before);
@@ -106,8 +117,8 @@ class KVCache {
   // longest_length where it can be read for nothing: not from another device, and not while a graph is traced.
   static std::optional<c10::SymInt> known_length(const at::Tensor& lengths, const c10::SymInt& capacity);
 
-  // The numbers of a state that has `count` of them.
-  static const std::vector<c10::SymInt>& numbers_of(const CacheState& state, size_t count);
+  std::vector<c10::SymInt> numbers() const;
+  void read_numbers(const CacheState& state);
 
   CacheTensors tensors_;
 

@@ -207,7 +207,7 @@ void PagedCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
   ATTNPACK_CHECK(parts.size() == 5, "tensors: got ", parts.size(),
                  ", want lengths, key pool, value pool, block_table and references for a PagedCache");
-  numbers_of(state, 0);
+  read_numbers(state);
   check_parts(parts);
   tensors_ = {.key = parts[1], .value = parts[2], .lengths = parts[0], .block_table = parts[3]};
   references_ = parts[4];

@@ -114,22 +114,29 @@ std::shared_ptr<KVCache> RecurrentCache::clone() const {
   return copy;
 }
 
+void RecurrentCache::visit_numbers(NumberVisitor visit) {
+  visit("len", len_);
+  has_conv_ = states_.conv.defined();
+  has_state_ = states_.state.defined();
+  visit_int(visit, "has_conv", has_conv_);
+  visit_int(visit, "has_state", has_state_);
+}
+
 CacheState RecurrentCache::state() const {
-  CacheState result{{tensors_.lengths}, {len_, states_.conv.defined() ? 1 : 0, states_.state.defined() ? 1 : 0}};
+  CacheState result{{tensors_.lengths}, numbers()};
   for (const auto* stored : {&states_.conv, &states_.state})
     if (stored->defined()) result.tensors.push_back(*stored);
   return result;
 }
 
 void RecurrentCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 3);
-  const bool conv = numbers[1] == 1, matrix = numbers[2] == 1;
+  read_numbers(state);
+  const bool conv = has_conv_ == 1, matrix = has_state_ == 1;
   ATTNPACK_CHECK(state.tensors.size() == size_t{1} + (conv ? 1 : 0) + (matrix ? 1 : 0), "tensors: got ",
                  state.tensors.size(), ", want lengths and the states that the numbers name");
   tensors_ = {at::Tensor(), at::Tensor(), state.tensors[0]};
   states_.conv = conv ? state.tensors[1] : at::Tensor();
   states_.state = matrix ? state.tensors.back() : at::Tensor();
-  len_ = numbers[0];
 }
 
 }  // namespace attnpack

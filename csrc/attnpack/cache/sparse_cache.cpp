@@ -59,16 +59,4 @@ void SparseCache::reset() {
   block_ = 0;
 }
 
-CacheState SparseCache::state() const {
-  auto result = IndexedCache::state();
-  result.numbers.insert(result.numbers.begin() + 1, SymInt(block_));
-  return result;
-}
-
-void SparseCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 3);
-  IndexedCache::restore({state.tensors, {numbers[0], numbers[2]}});
-  block_ = numbers[1].guard_int(__FILE__, __LINE__);
-}
-
 }  // namespace attnpack

@@ -24,9 +24,10 @@ class SparseCache : public IndexedCache {
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   void reset() override;
   std::shared_ptr<KVCache> clone() const override { return with_copied_index(copy_of(*this)); }
-  // numbers: len, block, ready
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override {
+    IndexedCache::visit_numbers(visit);
+    visit_int(visit, "block", block_);
+  }
 
   // Keys of a block; 0: index() holds an indexer's keys, or nothing.
   int64_t block() const { return block_; }
