@@ -78,6 +78,7 @@ void register_checks(py::module_& m) {
   m.def("positions", [](const py::object& positions, int64_t batch, int64_t length) {
     check_positions(as_optional_tensor("positions", positions), batch, length);
   });
+  m.def("refuse_under", &refuse_under);
   m.def("part_positions", [](const py::object& positions, int64_t length) {
     check_part_positions(as_optional_tensor("positions", positions), length);
   });

@@ -17,7 +17,11 @@ const ShardedAttention* sharded_attention() { return current; }
 const ShardedAttention* set_sharded_attention(const ShardedAttention* over) { return std::exchange(current, over); }
 
 void refuse_context_parallel(const char* what, const char* fix) {
-  ATTNPACK_CHECK(!current, what, " under ContextParallel, where no process has all keys: ", fix);
+  if (current) refuse_under("under ContextParallel", what, fix);
+}
+
+void refuse_under(const std::string& place, const std::string& what, const std::string& fix) {
+  ATTNPACK_CHECK(false, what, " ", place, ", where no process has all keys: ", fix);
 }
 
 void refuse_single_process_inputs(const SingleProcessInputs& given, const std::string& place) {

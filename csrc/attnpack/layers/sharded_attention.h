@@ -40,7 +40,9 @@ const ShardedAttention* set_sharded_attention(const ShardedAttention* over);
 // Raises under ContextParallel, where `what` is not supported.
 void refuse_context_parallel(const char* what, const char* fix);
 
-// The checks below raise for what is not supported where several processes hold the keys, in both languages.
+// The functions below raise for what is not supported where several processes hold the keys, in both languages. place:
+// where the call is made, such as "under ContextParallel".
+[[noreturn]] void refuse_under(const std::string& place, const std::string& what, const std::string& fix);
 
 // Inputs of a call that only one process can serve: which of them it gives.
 struct SingleProcessInputs {
@@ -49,7 +51,6 @@ struct SingleProcessInputs {
   double dropout = 0;           // in training
   bool rope_by_length = false;  // frequencies follow the length
 };
-// place: where the call is made, such as "under ContextParallel".
 void refuse_single_process_inputs(const SingleProcessInputs& given, const std::string& place);
 
 // The rules by numbers of keys.

@@ -102,9 +102,7 @@ def positions_here(length: int, device: torch.device) -> Tensor:
 def refuse_context_parallel(what: str, fix: str) -> None:
     """Raises under `context_parallel` for what is not supported there."""
     if _sequence() is not None:
-        raise ValueError(
-            f"attnpack: {what} under context_parallel, which shards padded sequences of attnpack's own modules: {fix}"
-        )
+        checks.refuse_under("under context_parallel", what, fix)
 
 
 def refuse_named_keys(key_index: Tensor | None, key_block: int = 1) -> None:
