@@ -57,21 +57,21 @@ NUMBERS = 30 * 3 * 64 * 2  # of SmolLM2-135M per token: layers, kv heads, head_d
 
 def measure(name: str, run: Callable, ids: Tensor, chunk: int, exact: list[Tensor] | None) -> list[Tensor]:
     """Prints a row; returns the logarithms of the probabilities, chunk by chunk."""
-    held, size = [], 0.0
+    log_probs, size = [], 0.0
     for logits, size in run(ids, chunk):  # noqa: B007
-        held.append(logits.float().log_softmax(-1))
+        log_probs.append(logits.float().log_softmax(-1))
     chosen = ids[0, 1:]
-    loss = F.nll_loss(torch.cat([x for x in held])[:-1], chosen).double()
+    loss = F.nll_loss(torch.cat([x for x in log_probs])[:-1], chosen).double()
     row = f"{name:<34} | {size:>9.0f} | {loss.exp():10.4f}"
     if exact is not None:
         base = F.nll_loss(torch.cat(exact)[:-1], chosen).double()
-        apart = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, held, strict=True)])
-        same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(exact, held, strict=True)])
+        apart = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, log_probs, strict=True)])
+        same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(exact, log_probs, strict=True)])
         row += f" | {100 * (loss - base).expm1():+8.3f}% | {1000 * apart.mean():8.3f}"
         row += f" | {1000 * apart.quantile(0.99):8.2f}"
         row += f" | {100 * same.double().mean():6.2f}%"
     print(row, flush=True)
-    return held
+    return log_probs
 
 
 def main() -> None:

@@ -73,11 +73,11 @@ def context(args: argparse.Namespace, alone: dict[int, float]) -> None:
     for length in args.lengths:
         heads = [torch.randn(BATCH, n, length, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
         for method, layout in METHODS if ranks > 1 else METHODS[:1]:
-            own = [parallel.shard_sequence(x, dim=2, layout=layout).requires_grad_() for x in heads]
+            local = [parallel.shard_sequence(x, dim=2, layout=layout).requires_grad_() for x in heads]
             upstream = torch.ones(BATCH, HEADS, length // ranks, DIM)
 
-            def call(own=own, upstream=upstream, method=method, layout=layout):
-                parallel.attention(*own, method=method, layout=layout, causal=True).backward(upstream)
+            def call(local=local, upstream=upstream, method=method, layout=layout):
+                parallel.attention(*local, method=method, layout=layout, causal=True).backward(upstream)
 
             seconds, memory = measure(call, args.rounds)
             alone.setdefault(length, seconds)
@@ -114,11 +114,11 @@ def overlap(args: argparse.Namespace) -> None:
     ranks = dist.get_world_size()
     for length in args.lengths if ranks > 1 else []:
         rows = length // ranks
-        own = [torch.randn(BATCH, n, rows, DIM, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS)]
+        local = [torch.randn(BATCH, n, rows, DIM, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS)]
         both, upstream = torch.zeros(BATCH, KV_HEADS, rows, 2 * DIM), torch.ones(BATCH, HEADS, rows, DIM)
 
-        def call(own=own, upstream=upstream):
-            parallel.attention(*own, method="ring", layout="zigzag", causal=True).backward(upstream)
+        def call(local=local, upstream=upstream):
+            parallel.attention(*local, method="ring", layout="zigzag", causal=True).backward(upstream)
 
         kinds = {
             "overlapped": (call, False),
@@ -165,7 +165,7 @@ def model(args: argparse.Namespace) -> None:
     net = attnpack.CausalLM(4096, HEADS * DIM, 4, HEADS, KV_HEADS)
     net = parallel.tensor_parallel(net, init_device_mesh("cpu", (ranks,)))
     ids = torch.arange(512).view(2, 256)
-    held = sum(p.to_local().numel() for p in net.parameters()) * 4 / 2**20
+    weight_mib = sum(p.to_local().numel() for p in net.parameters()) * 4 / 2**20
 
     def call():
         net.zero_grad()
@@ -174,7 +174,7 @@ def model(args: argparse.Namespace) -> None:
     seconds, _ = measure(call, args.rounds)
     joins = 4 * len(net.layers) + 2  # of [B, L, E]: two in each layer, the embedding, the head; and backward
     sent = int(2 * (ranks - 1) / ranks * joins * ids.numel() * HEADS * DIM * 4)
-    report(f"model   {ids.size(1):6} {'tensor':>9} {'':>10}", seconds, sent, held)
+    report(f"model   {ids.size(1):6} {'tensor':>9} {'':>10}", seconds, sent, weight_mib)
 
 
 def report(name: str, seconds: float, sent: int, memory: float, more: str = "") -> None:

@@ -72,9 +72,9 @@ def main() -> None:
         for i in range(args.rounds):
             order = list(calls) if i % 2 else list(reversed(calls))
             rounds.append({peer: seconds(calls[peer], times[peer]) for peer in order})
-        own = statistics.median(r["attnpack"] for r in rounds)
+        ours = statistics.median(r["attnpack"] for r in rounds)
         peak = max(_C.limits()[index], 1.0)
-        line = f"{name:<32} {own * 1e6:9.1f} us  {work / own / peak:4.0%} of the peak"
+        line = f"{name:<32} {ours * 1e6:9.1f} us  {work / ours / peak:4.0%} of the peak"
         for peer in calls:
             if peer != "attnpack":
                 found[peer][name] = statistics.median(r[peer] / r["attnpack"] for r in rounds)

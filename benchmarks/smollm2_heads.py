@@ -89,8 +89,8 @@ def _figures(model: nn.Module, steps: int) -> dict[str, Any]:
 def _decode(**attention: Any) -> dict[str, float]:
     """`time_decoding` of an untrained model with SmolLM2's sizes and other attention."""
     torch.set_num_threads(THREADS)
-    own = {"vocab_size", "embed_dim", "num_layers", "num_heads", "hidden_dim", "rope_base", "tie_embeddings"}
-    sizes = {name: value for name, value in _original()._live_config().items() if name in own}
+    names = {"vocab_size", "embed_dim", "num_layers", "num_heads", "hidden_dim", "rope_base", "tie_embeddings"}
+    sizes = {name: value for name, value in _original()._live_config().items() if name in names}
     return time_decoding(attnpack.CausalLM(**sizes, **attention).eval(), CONTEXT)
 
 

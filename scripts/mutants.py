@@ -127,8 +127,8 @@ def copy_tree(mutants: list[Mutant]) -> None:
     ).stdout  # fmt: skip
     contents = {name: (ROOT / name).read_bytes() for name in listed.split("\0") if (ROOT / name).is_file()}
     for file in {mutant.file for mutant in mutants if mutant.in_cpp}:
-        own = [mutant for mutant in mutants if mutant.file == file]
-        contents[file] = with_switches((ROOT / file).read_text(), own).encode()
+        of_file = [mutant for mutant in mutants if mutant.file == file]
+        contents[file] = with_switches((ROOT / file).read_text(), of_file).encode()
     contents["csrc/attnpack/ops/mutant.cpp"] = SWITCH_SOURCE.encode()
     for name, content in contents.items():
         target = COPY / name

@@ -58,6 +58,16 @@ const std::map<std::string, std::string>& descriptions() {
     for (const auto* name :
          {"x", "q", "k", "v", "source", "target", "out_a", "lse_a", "out_b", "lse_b", "cos", "sin", "input", "weight"})
       w[name] = "a tensor" + kMake;
+    for (const std::string function : {"linear_attention", "linear_attention_"}) {
+      for (const auto* name : {"query", "key"})
+        w[function + "." + name] = "a tensor [batch, num_k_heads, length, head_dim]";
+      w[function + ".value"] = "a tensor [batch, num_v_heads, length, v_head_dim]";
+    }
+    w["attention_varlen.query"] = "a tensor [tokens, num_heads, head_dim]";
+    w["attention_varlen.key"] = "a tensor [key tokens, num_kv_heads, head_dim], or a pool of pages";
+    w["attention_varlen.value"] = "a tensor [key tokens, num_kv_heads, v_head_dim], or a pool of pages";
+    for (const std::string function : {"select_keys", "index_keys", "indexer_loss"})
+      w[function + ".weights"] = "a tensor [batch, length, heads]";
     return w;
   }();
   return words;
@@ -128,7 +138,8 @@ std::string with_article(const std::string& noun) {
 
 std::string wanted_by_name(const std::string& name, bool or_none) {
   const auto& table = or_none ? descriptions_or_none() : descriptions();
-  const auto found = table.find(name);
+  auto found = table.find(name);
+  if (found == table.end()) found = table.find(name.substr(name.find('.') + 1));  // the same for any function
   return found == table.end() ? "" : found->second;
 }
 
@@ -225,7 +236,7 @@ PyObject* call_plain(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
 void add_plain_function(py::module_& m, const char* name, PlainCall call) {
   auto* function = new PlainFunction{name, std::move(call), {}};
   function->definition = {function->name.c_str(), reinterpret_cast<PyCFunction>(&call_plain), METH_FASTCALL, nullptr};
-  const py::capsule self(function, [](void* held) { delete static_cast<PlainFunction*>(held); });
+  const py::capsule self(function, [](void* pointer) { delete static_cast<PlainFunction*>(pointer); });
   m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
 }
 

@@ -28,7 +28,8 @@ std::string shown(const py::handle& argument);
 // "a module", "an attention module"
 std::string with_article(const std::string& noun);
 
-// The right kind of value for an argument of this name, in words; empty where the type says it.
+// The right kind of value for an argument of this name, in words; empty where the type says it. The name may stand
+// after that of its function, "linear_attention.query", which may have words of its own.
 std::string wanted_by_name(const std::string& name, bool or_none);
 
 // The words that say what the argument cache= takes.
@@ -137,13 +138,15 @@ struct Reader<RotaryEmbedding> {
   }
 };
 
-// The value as a T, or a TypeError. `name` finds the words for the right kind, `shown_name` stands in the sentence.
+// The value as a T, or a TypeError. `name`, of an argument of `function`, finds the words for the right kind;
+// `shown_name` stands in the sentence.
 template <typename T>
-T read_value(const std::string& shown_name, const py::handle& value, const std::string& name) {
+T read_value(const std::string& shown_name, const py::handle& value, const std::string& name,
+             const char* function = nullptr) {
   if constexpr (std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>)
     check_not_nested(name, value);
   auto read = Reader<T>::read(value);
-  if (!read) raise_wrong_kind(shown_name, value, Reader<T>::wanted(name));
+  if (!read) raise_wrong_kind(shown_name, value, Reader<T>::wanted(function ? c10::str(function, ".", name) : name));
   return std::move(*read);
 }
 
@@ -160,8 +163,8 @@ class Arguments {
       value = take_factory();
     } else if constexpr (std::is_same_v<T, at::TensorOptions>) {
       value = take_factory().options();
-    } else if (const auto held = take(name)) {
-      value = read_value<T>(name, held, name);
+    } else if (const auto given = take(name)) {
+      value = read_value<T>(name, given, name);
     } else if (required) {
       raise_missing(name);
     }
@@ -170,9 +173,9 @@ class Arguments {
   py::object take(const char* name);
   template <typename T>
   T require(const char* name) {
-    const auto held = take(name);
-    if (!held) raise_missing(name);
-    return read_value<T>(name, held, name);
+    const auto given = take(name);
+    if (!given) raise_missing(name);
+    return read_value<T>(name, given, name);
   }
   // Reads every option but `skipped` ones.
   template <typename Options>
@@ -285,9 +288,9 @@ void define(py::module_& m, const char* name, Result (*function)(Values...), con
   add_plain_function(m, name, [=](PyObject* const* arguments, size_t count) -> py::object {
     TORCH_CHECK_TYPE(count == names.size(), "attnpack: ", name, "() takes ", c10::Join(", ", names));
     size_t i = 0;
-    const auto read = [&](auto held) {
+    const auto read = [&](auto kind) {
       const auto at = i++;
-      return read_value<typename decltype(held)::type>(names[at], arguments[at], names[at]);
+      return read_value<typename decltype(kind)::type>(names[at], arguments[at], names[at], name);
     };
     std::tuple<typename OwningType<std::decay_t<Values>>::type...> values{
         read(OwningType<std::decay_t<Values>>())...};  // in this order

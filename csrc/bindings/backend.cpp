@@ -17,21 +17,21 @@ py::dict as_dict(const ReplacementReport& report) {
 
 // A function of Python as a hook. Leaked: the process may end after Python.
 ChangeHook as_hook(const py::function& changed) {
-  const auto* held = new py::function(changed);
-  return [held](bool enabled) {
+  const auto* function = new py::function(changed);
+  return [function](bool enabled) {
     const py::gil_scoped_acquire gil;
-    (*held)(enabled);
+    (*function)(enabled);
   };
 }
 
 void set_takes(const py::function& takes) {
-  const auto* held = new py::function(takes);
-  set_takes_hook([held](at::TensorList tensors) {
+  const auto* function = new py::function(takes);
+  set_takes_hook([function](at::TensorList tensors) {
     const py::gil_scoped_acquire gil;
     py::tuple given(tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i)
       given[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::object(py::none());
-    return (*held)(*given).cast<bool>();
+    return (*function)(*given).cast<bool>();
   });
 }
 

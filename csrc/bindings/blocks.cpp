@@ -117,9 +117,9 @@ void bind_stack(py::module_& m, const char* name, const char* doc, size_t positi
 
 template <typename Impl>
 std::shared_ptr<Impl> require_stack(Arguments& arguments, const char* name) {
-  const auto held = arguments.require<py::object>(name);
-  if (!py::isinstance<Impl>(held)) raise_wrong_kind(name, held, wanted_by_name(name, false));
-  return held.cast<std::shared_ptr<Impl>>();
+  const auto given = arguments.require<py::object>(name);
+  if (!py::isinstance<Impl>(given)) raise_wrong_kind(name, given, wanted_by_name(name, false));
+  return given.cast<std::shared_ptr<Impl>>();
 }
 
 const std::string kHeadDescription = "a function of the decoder's states [B, E] that gives logits [B, V], or None";

@@ -41,7 +41,7 @@ at::Tensor as_index(const py::object& index, const char* name = "index") {
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
 std::string describe_cache(const std::string& name, const KVCache& cache) {
   if (cache.lengths().is_meta()) return c10::str(name, "(device=meta)");  // its lengths hold no numbers
-  if (const auto* held = dynamic_cast<const RecurrentCache*>(&cache); held && cache.len() > 0)
+  if (const auto* with_states = dynamic_cast<const RecurrentCache*>(&cache); with_states && cache.len() > 0)
     return c10::str(name, "(batch=", cache.lengths().size(0), ", len=", cache.len(), ", bytes=", cache.nbytes(), ")");
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();
@@ -125,6 +125,7 @@ void bind_rules(py::module_& m) {
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
   m.def("room_names", &room_names);
+  m.def("cache_number_names", &cache_number_names);
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
   m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
     return CacheSnapshot{kind, tensors, numbers}.make();

@@ -1,4 +1,4 @@
-#include <attnpack/models/detail/sampler.h>
+#include <attnpack/models/detail/generate_steps.h>
 #include <bindings/causal_lm_options.h>
 #include <bindings/generate.h>
 #include <bindings/register.h>
@@ -12,21 +12,33 @@ at::Tensor generate_causal_lm_py(CausalLMImpl& self, Arguments& arguments) {
   return run_generate(arguments, [&](const GenerateOptions& options) { return generate(self, ids, options); });
 }
 
+// The loop over the steps of a model of Python, which functions of Python are.
+py::object generate_by_py(Arguments& arguments) {
+  const auto states = arguments.require<py::object>("states"), head = arguments.require<py::object>("head"),
+             pick_rows = arguments.require<py::object>("pick_rows"), agreed = arguments.require<py::object>("agreed");
+  const auto ids = arguments.require<at::Tensor>("ids");
+  const auto call = [](const py::object& function, const auto&... given) {
+    const py::gil_scoped_acquire acquired;
+    return function(given...).template cast<at::Tensor>();
+  };
+  const GenerateSteps steps{
+      .states = [&](const auto& new_ids, const auto& lengths) { return call(states, new_ids, lengths); },
+      .head = [&](const at::Tensor& state) { return call(head, state); },
+      .pick_rows =
+          [&](const at::Tensor& index) {
+            const py::gil_scoped_acquire acquired;
+            pick_rows(index);
+          },
+      .agreed = [&](const at::Tensor& tokens) { return call(agreed, tokens); }};
+  return py::cast(
+      run_generate(arguments, [&](const GenerateOptions& options) { return generate(steps, ids, options); }));
+}
+
 }  // namespace
 
 void register_causal_lm(py::module_& m) {
-  py::class_<Sampler>(m, "Sampler", "Chooses a token from each row of logits [B, V]: the likeliest, or drawn.")
-      .def(py::init([](std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
-                       std::optional<uint64_t> seed) {
-             return Sampler(temperature, top_k, top_p, seed, at::Device("cpu"));
-           }),
-           py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("seed"))
-      .def("__call__", [](Sampler& self, const at::Tensor& logits) {
-        return without_gil([&] {
-          const at::NoGradGuard no_grad;
-          return self(logits);
-        });
-      });
+  add_named_function(m, "generate_by", names_of_generate({"states", "head", "pick_rows", "agreed", "ids"}),
+                     &generate_by_py);
   auto cls = bind_module<CausalLMImpl>(m, "CausalLM", "A decoder-only language model with Llama's layers and names.");
   bind_options<CausalLMImpl, CausalLMOptions, int64_t, int64_t, int64_t, int64_t>(cls, 5);
   bind_method(cls, "resolved_layers", {}, 0, [](const CausalLMImpl& self, Arguments& arguments) {

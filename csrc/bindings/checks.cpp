@@ -1,4 +1,5 @@
 #include <attnpack/core/padded.h>
+#include <attnpack/layers/sharded_attention.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/recurrent.h>
 #include <attnpack/rope/rotate.h>
@@ -74,9 +75,19 @@ void register_checks(py::module_& m) {
   m.def("layer_input", &check_layer_input);
   m.def("no_kv_from", &check_no_kv_from);
   m.def("keys_and_values", &check_keys_and_values);
-  m.def("positions", [](const py::object& positions, const at::Tensor& query) {
-    check_positions(as_optional_tensor("positions", positions), query);
+  m.def("positions", [](const py::object& positions, int64_t batch, int64_t length) {
+    check_positions(as_optional_tensor("positions", positions), batch, length);
   });
+  m.def("refuse_under", &refuse_under);
+  m.def("part_positions", [](const py::object& positions, int64_t length) {
+    check_part_positions(as_optional_tensor("positions", positions), length);
+  });
+  m.def("single_process_inputs", [](bool mask, bool need_weights, bool cache, bool cross, double dropout,
+                                    bool rope_by_length, const std::string& place) {
+    refuse_single_process_inputs({mask, need_weights, cache, cross, dropout, rope_by_length}, place);
+  });
+  m.def("chunk_over_ranks", &refuse_chunk);
+  m.def("named_keys_over_ranks", &refuse_named_keys);
   m.def("lengths", [](const char* name, const py::object& lengths, const py::object& x) {
     if (!THPVariable_Check(x.ptr())) return;  // such an x is refused where it is read
     check_lengths(name, as_optional_tensor(name, lengths), THPVariable_Unpack(x.ptr()));

@@ -3,6 +3,7 @@
 #include <attnpack/distributed/detail/heads.h>
 #include <attnpack/distributed/detail/names.h>
 #include <attnpack/distributed/detail/rules.h>
+#include <attnpack/distributed/detail/shared_children.h>
 #include <attnpack/distributed/detail/validate.h>
 #include <bindings/keyword_call.h>
 #include <bindings/operator_settings.h>
@@ -105,6 +106,13 @@ void register_distributed(py::module_& m) {
     const auto read = distributed::kv_heads_of({first, stop - first}, num_heads, num_kv_heads, map);
     return std::make_pair(read.heads, read.map);
   });
+  m.def("parts_of", [](const std::string& kind, const std::string& owner, const std::vector<std::string>& parameters) {
+    std::vector<const char*> parts;
+    for (const auto& name : parameters) parts.push_back(distributed::part_of_parameter(kind, owner, name));
+    return parts;
+  });
+  m.def("check_heads", &distributed::check_heads);
+  m.def("check_norm_of_heads", &distributed::check_norm_of_heads);
   m.def("hash_of", [](const py::bytes& bytes) { return distributed::hash_of(std::string_view(bytes)); });
 }
 

@@ -110,7 +110,9 @@ py::object make_type() {
                                      {}};
   static PyMethodDef methods[] = {{"__reduce__", &FastPathFunction::reduce, METH_NOARGS, nullptr}, {}};
   static PyType_Slot slots[] = {
-      {Py_tp_doc, const_cast<char*>("A function of Python whose plain eager calls run in C++.")},
+      {Py_tp_doc,
+       const_cast<char*>("A function of Python whose plain eager calls run in C++.\n\ninspect.isfunction says no; "
+                         "__wrapped__ is the function itself.")},
       {Py_tp_new, reinterpret_cast<void*>(&FastPathFunction::make)},
       {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
       {Py_tp_descr_get, reinterpret_cast<void*>(&FastPathFunction::bind_to)},

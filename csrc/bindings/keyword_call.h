@@ -61,7 +61,7 @@ class GivenArguments {
   void read_one(const Members& members, size_t place, PyObject* value) const {
     size_t index = 0;
     members([&]<class T>(const char* parameter, T& variable) {
-      if (index++ == place) variable = read_value<T>(parameter, value, parameter);
+      if (index++ == place) variable = read_value<T>(parameter, value, parameter, function_);
     });
   }
   [[noreturn]] void raise_unknown(PyObject* name, const InternedNames& taken) const;

@@ -217,15 +217,15 @@ py::object attend_py(const GivenArguments& given) {
 
 py::object attend_shared_py(const GivenArguments& given) {
   Tensor query;
-  CacheTensors held;
+  CacheTensors shared;
   AttendOptions options;
   const RopeSettings* rope = nullptr;
   bool need_weights = false;
   given.read([&](const auto& visit) {
     visit("query", query);
-    visit("key", held.key);
-    visit("value", held.value);
-    visit("lengths", held.lengths);
+    visit("key", shared.key);
+    visit("value", shared.value);
+    visit("lengths", shared.lengths);
     visit("need_weights", need_weights);
     visit_inputs(visit, rope, options);
     visit("key_index", options.key_index);
@@ -233,7 +233,7 @@ py::object attend_shared_py(const GivenArguments& given) {
     visit_rules(visit, options);
   });
   if (rope) options.rope = *rope;
-  options.cache = held;
+  options.cache = shared;
   if (need_weights) return py::cast(without_gil([&] { return attend_shared_with_weights(query, options); }));
   return py::cast(without_gil([&] { return attend_shared(query, options); }));
 }

@@ -75,8 +75,8 @@ bool is_watched_dict(const py::handle& attributes) {
   static const std::array hooks{Name(kHooks[0]), Name(kHooks[1]), Name(kHooks[2]), Name(kHooks[3])};
   if (item(attributes, forward)) return true;
   for (const Name& name : hooks) {
-    const auto held = item(attributes, name);
-    if (held && PyObject_IsTrue(held.ptr()) != 0) return true;
+    const auto value = item(attributes, name);
+    if (value && PyObject_IsTrue(value.ptr()) != 0) return true;
   }
   return false;
 }
@@ -119,8 +119,8 @@ bool is_plain(const py::handle& layer) { return is_linear(layer) && !is_watched(
 // Empty where the layer lacks it.
 py::object parameter(const py::handle& attributes, const Name& name) {
   static const Name parameters("_parameters");
-  const auto held = item(attributes, parameters);
-  return held ? item(held, name) : py::object();
+  const auto value = item(attributes, parameters);
+  return value ? item(value, name) : py::object();
 }
 
 const Name& weight_name() {

@@ -63,10 +63,10 @@ def check_inputs(
         checks.inputs(x, context, value_context, cache is not None, q_width, q_proj, k_width, k_proj, v_width, v_proj)
 
 
-def check_positions(positions: Tensor | None, query: Tensor) -> None:
-    """Checks that positions, if given, are int64 [L] or [B, L] for query [B, H, L, D]."""
+def check_positions(positions: Tensor | None, x: Tensor, dim: int = -2) -> None:
+    """Checks that positions, if given, are int64 [L] or [B, L] for x [B, ..., L, ...], whose L is at `dim`."""
     if positions is not None and not _is_compiling():
-        checks.positions(positions, query)
+        checks.positions(positions, x.size(0), x.size(dim))
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:

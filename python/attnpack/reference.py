@@ -267,8 +267,8 @@ def linear_attention(
             kept = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
         delta = v[:, :, t]
         if beta is not None:
-            held = (kept * k[:, :, t, :, None]).sum(dim=2)
-            delta = beta[:, :, t, None].to(wide) * (delta - held)
+            predicted = (kept * k[:, :, t, :, None]).sum(dim=2)
+            delta = beta[:, :, t, None].to(wide) * (delta - predicted)
         new = kept + k[:, :, t, :, None] * delta[:, :, None]
         out = scale * (new * q[:, :, t, :, None]).sum(dim=2)
         if kv_lens is not None:
@@ -465,13 +465,13 @@ def stored_numbers(blocks: Tensor, kind: str) -> Tensor:
     if kind == "Q8_0":
         return (_half(blocks, 0) * _signed(blocks[..., 2:])).flatten(-2)
     if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
-        own_offset, five = kind.endswith("1"), kind.startswith("Q5")
-        first = 4 if own_offset else 2
+        has_offset, five = kind.endswith("1"), kind.startswith("Q5")
+        first = 4 if has_offset else 2
         codes = _nibbles(blocks[..., -16:])
         if five:
             codes = codes + 16 * _bits(blocks[..., first : first + 4], range(8)).transpose(-1, -2).flatten(-2)
         scale = _half(blocks, 0)
-        return (scale * codes + _half(blocks, 2) if own_offset else scale * (codes - (16 if five else 8))).flatten(-2)
+        return (scale * codes + _half(blocks, 2) if has_offset else scale * (codes - (16 if five else 8))).flatten(-2)
     if kind in ("Q4_K", "Q5_K"):
         return _six_bit_scales(blocks, five=kind == "Q5_K").flatten(-2)
     if kind != "Q6_K":

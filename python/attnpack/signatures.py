@@ -22,8 +22,8 @@ Cache = TypeVar("Cache")  # the class in attnpack or in attnpack.cpp
 
 
 class Rules(TypedDict, total=False):
-    """The rules of every operator, as csrc/attnpack/ops/score_rules.h lists them: which keys a query may attend, and
-    how scores become probabilities."""
+    """The rules of every operator, as csrc/attnpack/ops/score_rules.h lists them (a type checker wants the list here
+    too, and a test compares both): which keys a query may attend, and how scores become probabilities."""
 
     causal: bool
     window: tuple[int, int]
@@ -62,17 +62,18 @@ class PackedRules(Rules, total=False):
     key_index: Tensor | None
 
 
-def spelled_out(rules: type, **defaults: Any) -> Callable[[Function], Function]:
+def spelled_out(rules: type, op: Any) -> Callable[[Function], Function]:
     """A decorator: the keywords of a TypedDict stand in the signature in place of the function's `**`.
 
     Args:
-        rules: the TypedDict; its keywords that are rules have the defaults of the operator.
-        defaults: those of its other keywords that are not None.
+        rules: the TypedDict.
+        op: the op under torch.ops that has these keywords; their defaults come from its schema.
     """
 
     def spell(function: Function) -> Function:
         signature = inspect.signature(function)
-        given = _C.default_rules() | defaults
+        arguments = op.default._schema.arguments
+        given = {one.name: one.default_value for one in arguments if one.has_default_value()} | _C.default_rules()
         kind, hidden = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
         keywords = [
             inspect.Parameter(name, kind, default=given.get(name), annotation=getattr(hint, "__forward_arg__", hint))

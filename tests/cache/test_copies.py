@@ -60,6 +60,18 @@ def test_a_clone_copies_what_is_held_and_not_the_room():
     assert torch.equal(copies[0].k, cache.k) and torch.equal(copies[0].v, cache.v) and len(copies[0]) == 3
 
 
+def test_a_pickle_holds_the_numbers_by_name():
+    cache = attnpack.LatentCache()
+    state = cache.__getstate__()
+    assert state["_numbers"] == {"len": 0, "ready": 0, "kv_lora_rank": 0}
+    other = copy.copy(cache)
+    other.__setstate__(state | {"_numbers": {"kv_lora_rank": 5, "len": 0, "ready": 0}})  # in any order
+    assert other.kv_lora_rank == 5
+    for wrong in ([0, 5, 0], {"len": 0, "ready": 0}):
+        with pytest.raises(ValueError, match="want len, ready, kv_lora_rank: it is of another release"):
+            other.__setstate__(state | {"_numbers": wrong})
+
+
 @layer_ways
 @pytest.mark.parametrize("kind", LAYER)
 @torch.no_grad()

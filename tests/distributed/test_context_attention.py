@@ -112,6 +112,17 @@ def refused(**wrong):
     return "no error", wire.collectives
 
 
+def refused_in_a_graph(**wrong):
+    """The error of a compiled call."""
+    query, key, value, *_ = (parallel.shard_sequence(x, dim=2) for x in tensors(4, 2, torch.float32))
+    call = torch.compile(lambda *heads: parallel.attention(*heads, **wrong), backend="eager")
+    try:
+        call(query, key, value)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
 def differing(name):
     """The error where rank 1 gives other arguments than rank 0."""
     query, key, value, *_ = (parallel.shard_sequence(x, dim=2) for x in tensors(4, 2, torch.float32))
@@ -162,6 +173,11 @@ WRONG = {
     "key": {"key": None},
     "query": {"query": torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged)},
 }
+IN_A_GRAPH = {
+    r"attention\(\) got an unexpected keyword argument 'is_causal'": {"is_causal": True},
+    "mask: got a tensor .* not supported over several processes": {"mask": torch.ones(1, 1, 8, 8)},
+    "chunk: got 8, which is not supported over several processes": {"chunk": 8},
+}
 DIFFERENT = ["length", "kv heads", "width", "gradient", "causal", "lens"]
 
 
@@ -169,6 +185,7 @@ def program(only=None):
     checks = {name: (lambda case=case: compare(*case)) for name, case in grid()}
     checks |= {f"bytes {m} {h}": (lambda m=m, h=h: sent(m, *h)) for m in METHODS for h in ((8, 2), (8, 1), (8, 8))}
     checks |= {f"wrong {name}": (lambda wrong=wrong: refused(**wrong)) for name, wrong in WRONG.items()}
+    checks |= {f"graph {name}": (lambda wrong=wrong: refused_in_a_graph(**wrong)) for name, wrong in IN_A_GRAPH.items()}
     checks |= {f"differing {name}": (lambda name=name: differing(name)) for name in DIFFERENT}
     checks |= {f"bf16 {method}": (lambda method=method: half_precision(method)) for method in METHODS}
     checks |= {f"no rows {method}": (lambda method=method: without_rows(method)) for method in METHODS}
@@ -218,6 +235,11 @@ def test_what_cannot_be_done_is_refused_before_anything_is_sent(outcomes, name):
     for rank in outcomes:
         message, collectives = rank[f"wrong {name}"]
         assert re.match(f"attnpack: {name}: got|attnpack: {name} is ", message) and collectives == (name == "window")
+
+
+@pytest.mark.parametrize("message", IN_A_GRAPH)
+def test_a_graph_refuses_the_same(outcomes, message):
+    assert all(re.search(f"attnpack: {message}", rank[f"graph {message}"]) for rank in outcomes)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -355,6 +355,8 @@ def wrong(name):
             held.crop(-1)
         if "kind" in name:
             ShardedCache(attnpack.QuantizedCache(8))
+        if "positions" in name:
+            module(x, cache=ShardedCache(attnpack.DynamicCache()), positions=torch.arange(3))
         if "ranks" in name:
             module(x[:, : 3 + dist.get_rank() % 2], cache=held)
     if name == "ids":
@@ -380,6 +382,10 @@ def wrong(name):
         if name == "rope":
             scaling = {"rope_type": "dynamic", "factor": 2.0}
             made(lambda: grouped(rope=attnpack.RotaryEmbedding(6, scaling=scaling)))(x)
+        if "positions" in name:
+            module = made(latent if "latent" in name else grouped)
+            called = torch.compile(module, backend="eager") if "compiled" in name else module
+            called(x[:, :6], positions=torch.arange(3))
         if name == "odd":
             made(grouped)(x[:, :3])
         if name in ("cpp", "cpp latent"):
@@ -407,10 +413,14 @@ WRONG = {
     "transformers, latent layers": "a model of transformers attends under context_parallel",
     "ids": "the ranks of a group give generate different arguments: rank 0 has numbers with hash",
     "parts": "the ranks of a group give unshard_sequence different arguments: rank 0 has x float32",
+    "positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
+    "compiled positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
+    "latent positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
     "odd": "(x: got 3 positions on a rank, want an even number)",
     "lengths": "kv_lens: got values from 1584 to 1584, want 0 to",
     "cache, mask": "mask: got one with a ShardedCache",
     "cache, latent weights": "need_weights: got one with a ShardedCache",
+    "cache, positions": r"positions has shape \[3\] .* length 16",
     "cache, kind": r"cache is .*QuantizedCache.*wants a DynamicCache\(\), a LatentCache\(\) or a StaticCache",
     "cache, room": r"cache: got \d+ positions over \d ranks, want at most 2 on each",
     "cache, crop": "n: got -1, want how many positions to keep",

@@ -205,7 +205,7 @@ def cache_rule(pick: Random) -> Call:
     longest = int(lengths.max())
     numbers = {
         "DynamicCache": [longest],
-        "LatentCache": [longest, 6, longest],
+        "LatentCache": [longest, longest, 6],
         "SlidingWindowCache": [2, 1, longest],
     }.get(kind, [])
     dropped = [torch.zeros(batch, dtype=torch.int64)] if kind == "SlidingWindowCache" else []
@@ -240,7 +240,10 @@ def quantized_rule(pick: Random) -> Call:
     exact = [x for x in (room.dropped, room.exact_key, room.exact_value) if x is not None]
     dtypes = {torch.float32: 6, torch.float64: 7}  # torch's own numbers
     first, held = room.keep_first, int(room.lengths.max())
-    numbers = [room.bits, first, room.window + 1, held, key.size(3), value.size(3), dtypes[key.dtype], held, 0]
+    named = {"bits": room.bits, "exact_first": first, "exact_last": room.window + 1, "len": held}
+    named |= {"head_dim": key.size(3), "v_head_dim": value.size(3), "kv_lora_rank": 0, "dtype": dtypes[key.dtype]}
+    named["exact_used"] = held
+    numbers = [named[name] for name in attnpack._C.cpp.cache_number_names("QuantizedCache")]
     rules = dict.fromkeys(("clone", "len", "nbytes", "nbytes_allocated", "reset", "views"), [])
     rules |= {"crop": [pick.randint(0, 9)], "commit": [1, None], "reserve": [key, value, None]}
     rules["reorder"] = [torch.zeros(key.size(0), dtype=torch.int64)]

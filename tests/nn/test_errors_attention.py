@@ -63,6 +63,15 @@ VALUES = {
     r"positions has shape \[6\] .*, wants int64 .* length 5": lambda m: m.ProjectedAttention(4, 4, 6).forward(
         X, X, X, positions=torch.arange(6)
     ),
+    r"positions has shape \[7\] .* length 5": lambda m: m.RotaryEmbedding(6).forward(
+        torch.zeros(2, 4, 5, 6), torch.arange(7)
+    ),
+    r"positions has shape \[3\] .* length 5": lambda m: m.GroupedQueryAttention(
+        24, 4, 2, query_scale={"type": "log", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+    ).forward(X, positions=torch.arange(3)),
+    r"positions has shape \[1\] .* length 2": lambda m: m.CausalLM(
+        5, 24, 1, 4, position_embedding="learned", max_positions=8
+    ).forward(torch.zeros(2, 2).long(), positions=torch.arange(1)),
     r"k: got shape \[2, 5, 24\], want \[batch, length, 12\]": lambda m: m.ProjectedAttention(4, 2, 6).forward(
         X, X, X[:, :, :12]
     ),

@@ -263,7 +263,7 @@ def test_block_sums_must_fit():
 def test_attend_refuses_sums_that_it_would_leave_behind():
     x, lengths = torch.randn(1, 2, 3, 6), torch.zeros(1, dtype=torch.int64)
     room = attnpack.ops.CacheTensors(x.clone(), x.clone(), lengths, block_sums=torch.zeros(1, 2, 4, 6))
-    with pytest.raises(ValueError, match="cache_block_sums: got some, but only a call that chooses blocks"):
+    with pytest.raises(ValueError, match="cache_block_sums: got a tensor, but this call does not choose blocks"):
         attnpack.ops.attend(x, x, x, cache=room)
     with pytest.raises(ValueError, match="cache_block_sums has shape"):
         short = room._replace(block_sums=torch.zeros(1, 2, 1, 6))

@@ -374,3 +374,24 @@ def test_a_refused_call_leaves_torchs_generator_alone():
     with pytest.raises(ValueError, match="dropout_p"):
         attention(**arguments(dropout_p=-0.5))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+OTHER_SHAPES = {
+    "value is None .*, wants a tensor .batch, num_v_heads, length, v_head_dim.": lambda o: attnpack.linear_attention(
+        X, X, None
+    ),
+    r"key is \[1.0\] .*, wants a tensor .batch, num_k_heads, length, head_dim.": lambda o: o.linear_attention_(
+        X, [1.0], X, X
+    ),
+    "key is None .*, wants a tensor .key tokens, num_kv_heads, head_dim., or a pool": lambda o: (
+        attnpack.attention_varlen(X[0, 0], None, X[0, 0], torch.tensor([0, 3]))
+    ),
+    "weights is 3 .*, wants a tensor .batch, length, heads.": lambda o: o.select_keys(X, X, 3, 1),
+    "weights is 3 .*, wants a list of tensors": lambda o: attnpack._C.linears(X, 3, []),
+}
+
+
+@pytest.mark.parametrize("message", OTHER_SHAPES)
+def test_a_value_of_the_wrong_kind_is_told_the_shapes_of_its_function(message):
+    with pytest.raises(TypeError, match="attnpack: " + message):
+        OTHER_SHAPES[message](attnpack.ops)

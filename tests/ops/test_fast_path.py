@@ -137,6 +137,7 @@ def test_it_looks_like_the_function(name):
     assert inspect.signature(attention).parameters["window"].annotation == "tuple[int, int]"
     assert (function.__name__, function.__qualname__, function.__module__) == (name, name, plain.__module__)
     assert function.__doc__ == plain.__doc__ and repr(function) == repr(plain)
+    assert inspect.isfunction(function.__wrapped__) and not inspect.isfunction(function)  # docs/api/python/ops.md
     assert inspect.isroutine(function) and inspect.getsource(function) == inspect.getsource(plain)
     first = next(iter(inspect.signature(plain).parameters))
     assert f"{name}({first}: 'Tensor', " in pydoc.render_doc(function, renderer=pydoc.plaintext)

@@ -48,7 +48,7 @@ INCLUDES = {
     "distributed": [
         *("core", "ops", "layers", "cache", "modules", "modules/attention", "models", "distributed/detail"),
     ],
-    "distributed/detail": ["core", "ops", "ops/detail", "modules", "modules/detail", "distributed"],
+    "distributed/detail": ["core", "ops", "ops/detail", "layers", "modules", "modules/detail", "distributed"],
     "convert": ["core", "convert/detail"],
     "convert/detail": ["core", "convert"],
 }

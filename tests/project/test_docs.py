@@ -16,7 +16,7 @@ def named_files(text: str) -> set[str]:
     for path in re.findall(r"`([\w./{},-]+\.(?:\w+|\{[\w,]+\}))`", text):
         stem, _, endings = path.partition("{")
         found |= {stem + ending for ending in endings.rstrip("}").split(",")} if endings else {path}
-    found = {path for path in found if not path.startswith(("torch/", "ATen/"))}
+    found = {path for path in found if not path.startswith(("torch/", "ATen/", "c10/", "cpython/"))}
     return {path for path in found if re.search(r"\.(py|h|cpp|cu|cuh|md|toml|sh|txt)$", path)}
 
 

@@ -1,7 +1,10 @@
 """The parts of torch that we use and no release promises: CONTRIBUTING.md has a table, and each is asked for here."""
 
+import ast
 import importlib
 import re
+import sysconfig
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,13 +20,14 @@ class Part(NamedTuple):
 
 def listed() -> list[Part]:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| `((?:ATen|torch)\S*.*?)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `((?:ATen|c10|cpython|torch)\S*.*?)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     return [Part(place, name, purpose) for place, names, purpose in rows for name in re.findall(r"`(.+?)`", names)]
 
 
 def is_there(part: Part) -> bool:
     if part.place.endswith((".h", ".hpp")):
-        header = TORCH_DIR / "include" / part.place
+        python = part.place.startswith("cpython/")
+        header = (Path(sysconfig.get_path("include")) if python else TORCH_DIR / "include") / part.place
         return header.is_file() and re.search(rf"\b{re.escape(part.name)}\b", header.read_text()) is not None
     for module in ("torch._dynamo", "torch._subclasses", "torch.distributed.tensor", "torch.nn.attention.varlen"):
         importlib.import_module(module)  # they come with their first use
@@ -45,7 +49,8 @@ def sources(folder: str, *kinds: str) -> str:
     return "\n".join(file.read_text() for kind in kinds for file in sorted((ROOT / folder).rglob(f"*.{kind}")))
 
 
-PRIVATE_HEADER = r"#include <(torch/csrc/(?!api/).*?|ATen/(?:functorch|native)/.*?|ATen/ops/\w+_native\.h)>"
+PRIVATE_FOLDER = r"torch/csrc/(?!api/)|c10/core/impl/|ATen/functorch/|ATen/native/"
+PRIVATE_HEADER = rf"#include <((?:{PRIVATE_FOLDER}).*?|ATen/ops/\w+_native\.h)>"
 PRIVATE_PATH = r"\btorch(?:\.[A-Za-z]\w*)*\._[a-z]\w*(?:\.\w+)*"
 
 
@@ -59,6 +64,41 @@ def test_the_table_has_all_that_we_use():
     known = places | {f"{part.place}.{part.name}" for part in listed()}
     lacking = {path for path in used if not any(f"{path}.".startswith(f"{each}.") for each in known)}
     assert not lacking, f"CONTRIBUTING.md lacks a line for {sorted(lacking)}"
+
+
+def private_names_of_python() -> dict[str, str]:
+    """{name: a file that reads it}: attributes that begin with one underscore, where no file of ours defines the name,
+    and those of nn.Module that stand in a string."""
+    read, ours = {}, {"_asdict", "_fields", "_field_defaults", "_replace"}  # the last: of a NamedTuple, documented
+    for file in sorted((ROOT / "python/attnpack").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                    ours.add(name)
+                case ast.Call(func=ast.Attribute(attr="register_buffer"), args=[ast.Constant(value=name), *_]):
+                    ours.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    ours.add(name)
+                case ast.Attribute(attr=name):
+                    read[name] = file.name
+                case ast.Constant(value=str(name)) if name in vars(torch.nn.Linear(1, 1)):
+                    read[name] = file.name
+    return {name: file for name, file in read.items() if re.match("_[a-z]", name) and name not in ours}
+
+
+# of transformers, for which hf/internals.py is the list, and of macOS's loader
+OF_OTHERS = {"_attn_implementation", "_global_mapping", "_dyld_get_image_name", "_dyld_image_count"}
+
+
+def test_the_table_has_all_private_names():
+    known = {part.name for part in listed()} | {part.place.rpartition(".")[2] for part in listed()} | OF_OTHERS
+    found = private_names_of_python()
+    assert {"_op_dispatcher", "_custom_op_handlers", "_forward_hooks_with_kwargs"} <= found.keys()
+    cpp = re.findall(r"(?:\.|->|::)(_[a-z]\w*|tp_\w+)", sources("csrc", "h", "cpp"))
+    assert "_qkv_same_embed_dim" in cpp
+    lacking = {name: file for name, file in found.items() if name not in known}
+    lacking |= {name: "csrc" for name in cpp if name not in known | {"tp_alloc", "tp_free", "_device"}}
+    assert not lacking, f"CONTRIBUTING.md lacks a line for {lacking}"
 
 
 def test_all_that_the_table_has_is_used():

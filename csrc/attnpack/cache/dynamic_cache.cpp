@@ -37,9 +37,9 @@ CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& valu
 }
 
 void DynamicCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {
-  const auto added = new_len.maybe_as_int(), held = len_.maybe_as_int();
+  const auto added = new_len.maybe_as_int(), length = len_.maybe_as_int();
   const auto room = tensors_.key.defined() ? tensors_.key.sym_size(2).maybe_as_int() : std::make_optional<int64_t>(0);
-  ATTNPACK_CHECK(!added || !held || !room || (*added >= 0 && *held <= *room - *added), "new_len: got ", new_len,
+  ATTNPACK_CHECK(!added || !length || !room || (*added >= 0 && *length <= *room - *added), "new_len: got ", new_len,
                  " after ", len_, " positions, want what was written into the room that reserve() gave");
   len_ = new_lens ? longest() : len_ + new_len;
 }
@@ -69,17 +69,6 @@ void DynamicCache::reorder(const at::Tensor& index) {
   tensors_ = {tensors_.key.index_select(0, rows), tensors_.value.index_select(0, rows),
               tensors_.lengths.index_select(0, rows)};
   len_ = longest();
-}
-
-CacheState DynamicCache::state() const {
-  auto result = KVCache::state();
-  result.numbers = {len_};
-  return result;
-}
-
-void DynamicCache::restore(const CacheState& state) {
-  KVCache::restore(state);
-  len_ = numbers_of(state, 1)[0];
 }
 
 }  // namespace attnpack

@@ -22,9 +22,7 @@ class DynamicCache : public KVCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
-  // numbers: len
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override { visit("len", len_); }
 
  private:
   c10::SymInt longest() const;

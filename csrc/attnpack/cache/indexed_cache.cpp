@@ -47,9 +47,9 @@ void IndexedCache::commit(const SymInt& new_len, const std::optional<at::Tensor>
 }
 
 SymInt IndexedCache::sym_nbytes() const {
-  const SymInt own = DynamicCache::sym_nbytes();
-  if (!index_.defined() || sym_len() == 0) return own;
-  return own + bytes_of_position(as_keys(index_, lengths())) * held_rows();
+  const SymInt kv_bytes = DynamicCache::sym_nbytes();
+  if (!index_.defined() || sym_len() == 0) return kv_bytes;
+  return kv_bytes + bytes_of_position(as_keys(index_, lengths())) * index_len();
 }
 
 SymInt IndexedCache::sym_nbytes_allocated() const {
@@ -77,33 +77,30 @@ void IndexedCache::reorder(const at::Tensor& index) {
   index_ = index_.index_select(0, rows);
 }
 
-std::shared_ptr<KVCache> IndexedCache::with_own_index(std::shared_ptr<KVCache> copy) {
+std::shared_ptr<KVCache> IndexedCache::with_copied_index(std::shared_ptr<KVCache> copy) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  auto& held = static_cast<IndexedCache&>(*copy).index_;
-  if (held.defined()) held = held.clone();
+  auto& copied = static_cast<IndexedCache&>(*copy).index_;
+  if (copied.defined()) copied = copied.clone();
   return copy;
 }
 
 CacheState IndexedCache::state() const {
   auto result = DynamicCache::state();
   if (index_.defined()) result.tensors.push_back(index_);
-  result.numbers.push_back(ready_);
   return result;
 }
 
 void IndexedCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 2);
   auto tensors = state.tensors;
   const bool indexed = tensors.size() == 2 || tensors.size() == 4;
   index_ = indexed ? tensors.back() : at::Tensor();
   if (indexed) tensors.pop_back();
-  DynamicCache::restore({tensors, {numbers[0]}});
-  ready_ = numbers[1];
+  DynamicCache::restore({tensors, state.numbers});
 }
 
 at::Tensor IndexedCache::index() const {
-  return index_.defined() && sym_len() > 0 ? index_.narrow_symint(2, 0, held_rows()) : at::Tensor();
+  return index_.defined() && sym_len() > 0 ? index_.narrow_symint(2, 0, index_len()) : at::Tensor();
 }
 
 }  // namespace attnpack

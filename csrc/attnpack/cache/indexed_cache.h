@@ -19,9 +19,13 @@ class IndexedCache : public DynamicCache {
   void reset() override;
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
-  // tensors: at the end index(), with its capacity; numbers: len, ready
+  // tensors: at the end index(), with its capacity
   CacheState state() const override;
   void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override {
+    DynamicCache::visit_numbers(visit);
+    visit("ready", ready_);
+  }
 
   // The indexer's keys, [B, 1, len, D]; undefined where the cache has none.
   at::Tensor index() const;
@@ -31,11 +35,11 @@ class IndexedCache : public DynamicCache {
   explicit IndexedCache(CacheTensors tensors) : DynamicCache(std::move(tensors)), ready_(sym_len()) {}
 
   // Positions of index_ that are held.
-  virtual c10::SymInt held_rows() const { return sym_len(); }
+  virtual c10::SymInt index_len() const { return sym_len(); }
   // Whether an append of new_len positions is the one that index_ has room for.
   bool is_ready(const c10::SymInt& new_len) const;
   // Gives a copy made by copy_of an index_ of its own.
-  static std::shared_ptr<KVCache> with_own_index(std::shared_ptr<KVCache> copy);
+  static std::shared_ptr<KVCache> with_copied_index(std::shared_ptr<KVCache> copy);
 
   at::Tensor index_;
   c10::SymInt ready_ = 0;  // positions after the append that index_ has room for

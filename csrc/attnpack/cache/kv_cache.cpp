@@ -11,15 +11,15 @@ namespace attnpack {
 
 namespace {
 
-void check_part(const char* name, const at::Tensor& held, const at::Tensor& added) {
-  const bool same = added.dim() == 4 && added.sym_size(0) == held.sym_size(0) &&
-                    added.sym_size(1) == held.sym_size(1) && added.sym_size(3) == held.sym_size(3);
-  ATTNPACK_CHECK(same, "cache: got ", name, " of shape ", added.sym_sizes(), ", want [", held.sym_size(0), ", ",
-                 held.sym_size(1), ", L, ", held.sym_size(3),
+void check_part(const char* name, const at::Tensor& stored, const at::Tensor& added) {
+  const bool same = added.dim() == 4 && added.sym_size(0) == stored.sym_size(0) &&
+                    added.sym_size(1) == stored.sym_size(1) && added.sym_size(3) == stored.sym_size(3);
+  ATTNPACK_CHECK(same, "cache: got ", name, " of shape ", added.sym_sizes(), ", want [", stored.sym_size(0), ", ",
+                 stored.sym_size(1), ", L, ", stored.sym_size(3),
                  "] as the cache holds; use a cache of this layer's shape, or reset() it");
-  ATTNPACK_CHECK(added.scalar_type() == held.scalar_type() && added.device() == held.device(), "cache: got ", name,
-                 " in ", added.scalar_type(), " on ", added.device(), ", want ", held.scalar_type(), " on ",
-                 held.device(), " as the cache holds; use a cache of the module's dtype and device");
+  ATTNPACK_CHECK(added.scalar_type() == stored.scalar_type() && added.device() == stored.device(), "cache: got ", name,
+                 " in ", added.scalar_type(), " on ", added.device(), ", want ", stored.scalar_type(), " on ",
+                 stored.device(), " as the cache holds; use a cache of the module's dtype and device");
 }
 
 }  // namespace
@@ -45,6 +45,7 @@ void KVCache::restore(const CacheState& state) {
   tensors_.key = parts.size() > 1 ? parts[1] : at::Tensor();
   tensors_.value = parts.size() > 1 ? parts[2] : at::Tensor();
   tensors_.dropped = parts.size() > 3 ? std::make_optional(parts[3]) : std::nullopt;
+  read_numbers(state);
 }
 
 void KVCache::take_back(const CacheBefore& before) {
@@ -52,14 +53,36 @@ void KVCache::take_back(const CacheBefore& before) {
   tensors_.lengths.copy_(before.lengths);
 }
 
-const std::vector<c10::SymInt>& KVCache::numbers_of(const CacheState& state, size_t count) {
+void visit_int(NumberVisitor visit, const char* name, int64_t& number) {
+  c10::SymInt symbol = number;
+  visit(name, symbol);
+  number = symbol.guard_int(__FILE__, __LINE__);
+}
+
+std::vector<std::string> KVCache::number_names() const {
+  std::vector<std::string> names;
+  const_cast<KVCache*>(this)->visit_numbers([&](const char* name, c10::SymInt&) { names.emplace_back(name); });
+  return names;
+}
+
+std::vector<c10::SymInt> KVCache::numbers() const {
+  std::vector<c10::SymInt> numbers;
+  const_cast<KVCache*>(this)->visit_numbers([&](const char*, c10::SymInt& number) { numbers.push_back(number); });
+  return numbers;
+}
+
+void KVCache::read_numbers(const CacheState& state) {
+  size_t count = 0;
+  visit_numbers([&](const char*, c10::SymInt&) { ++count; });
   ATTNPACK_CHECK(state.numbers.size() == count, "numbers: got ", state.numbers.size(), ", want ", count,
-                 " for a cache of this class");
-  return state.numbers;
+                 " for a cache of this class: ", c10::Join(", ", number_names()));
+  auto next = state.numbers.begin();
+  visit_numbers([&](const char*, c10::SymInt& number) { number = *next++; });
 }
 
 CacheState KVCache::state() const {
   CacheState result;
+  result.numbers = numbers();
   result.tensors.reserve(4);
   result.tensors.push_back(tensors_.lengths);
   if (!tensors_.key.defined()) return result;
@@ -93,31 +116,32 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 
 CacheTensors shared_keys(const KVCache& cache, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
                          int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim) {
-  const auto held = cache.shared();
-  ATTNPACK_CHECK(held.key.defined(),
+  const auto shared = cache.shared();
+  ATTNPACK_CHECK(shared.key.defined(),
                  "kv_from: got an empty cache, want one that holds the tokens of x; call the layer ",
                  "that fills it first");
-  const auto& key = held.key;
-  ATTNPACK_CHECK(key.sym_size(1) == num_kv_heads && key.sym_size(3) == head_dim && held.value.sym_size(3) == v_head_dim,
-                 "kv_from: got keys of shape ", key.sym_sizes(), " and values of ", held.value.sym_sizes(), ", want ",
-                 num_kv_heads, " kv heads of head_dim ", head_dim, " and values of ", v_head_dim,
-                 ", as this layer has; make both layers with the same ones");
+  const auto& key = shared.key;
+  ATTNPACK_CHECK(
+      key.sym_size(1) == num_kv_heads && key.sym_size(3) == head_dim && shared.value.sym_size(3) == v_head_dim,
+      "kv_from: got keys of shape ", key.sym_sizes(), " and values of ", shared.value.sym_sizes(), ", want ",
+      num_kv_heads, " kv heads of head_dim ", head_dim, " and values of ", v_head_dim,
+      ", as this layer has; make both layers with the same ones");
   const auto batch = x.sym_size(0);
   ATTNPACK_CHECK(key.sym_size(0) == batch, "kv_from: got a cache of batch ", key.sym_size(0), ", want ", batch,
                  " as in x");
   const auto readable = [](const at::Tensor& t) { return t.is_cpu() && !at::isTensorSubclassLike(t); };
   if (new_lens) check_new_lens(*new_lens, batch);
-  if (!readable(held.lengths) || !readable(x) || (new_lens && !readable(*new_lens))) return held;
-  const auto lengths = held.lengths.contiguous();
+  if (!readable(shared.lengths) || !readable(x) || (new_lens && !readable(*new_lens))) return shared;
+  const auto lengths = shared.lengths.contiguous();
   const auto added = new_lens ? new_lens->to(at::kLong).contiguous() : at::Tensor();
   for (int64_t b = 0; b < lengths.numel(); ++b) {
     const auto most = lengths.const_data_ptr<int64_t>()[b];
-    const auto own = new_lens ? added.const_data_ptr<int64_t>()[b] : x.size(1);
-    check_new_len(b, own, x.size(1));
-    ATTNPACK_CHECK(most >= own, "kv_from: holds ", most, " positions of sequence ", b, ", but x has ", own,
+    const auto count = new_lens ? added.const_data_ptr<int64_t>()[b] : x.size(1);
+    check_new_len(b, count, x.size(1));
+    ATTNPACK_CHECK(most >= count, "kv_from: holds ", most, " positions of sequence ", b, ", but x has ", count,
                    " new tokens there, whose keys it should hold too; call the layer that fills it first");
   }
-  return held;
+  return shared;
 }
 
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name) {
@@ -147,16 +171,16 @@ at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10
   return larger;
 }
 
-at::Tensor first_positions(const at::Tensor& held, const c10::SymInt& n) {
+at::Tensor first_positions(const at::Tensor& tensor, const c10::SymInt& n) {
   const auto number = n.maybe_as_int();
-  if (!number || at::isTensorSubclassLike(held)) return held.narrow_symint(2, 0, n);
+  if (!number || at::isTensorSubclassLike(tensor)) return tensor.narrow_symint(2, 0, n);
   // narrow is three operators in one another; each layer of each step makes two of these views.
-  return held.as_strided({held.size(0), held.size(1), *number, held.size(3)}, held.strides());
+  return tensor.as_strided({tensor.size(0), tensor.size(1), *number, tensor.size(3)}, tensor.strides());
 }
 
 c10::SymInt bytes_of_position(const CacheTensors& cache) {
-  const auto bytes = [](const at::Tensor& held) {
-    return held.sym_size(0) * held.sym_size(1) * held.sym_size(3) * static_cast<int64_t>(held.element_size());
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.sym_size(0) * tensor.sym_size(1) * tensor.sym_size(3) * static_cast<int64_t>(tensor.element_size());
   };
   return bytes(cache.key) + bytes(cache.value);
 }
@@ -178,12 +202,12 @@ CacheTensors KVCache::copy_tensors(const CacheTensors& tensors) {
   at::NoGradGuard no_grad;
   const auto copy = [](const at::Tensor& t) { return t.defined() ? t.clone() : t; };
   CacheTensors result = tensors;
-  std::optional<c10::SymInt> held;  // the first positions of the room, if only these are held
-  if (tensors.key.defined() && !tensors.dropped) held = known_length(tensors.lengths, tensors.key.sym_size(2));
+  std::optional<c10::SymInt> length;  // of the positions to copy, if it is known
+  if (tensors.key.defined() && !tensors.dropped) length = known_length(tensors.lengths, tensors.key.sym_size(2));
   for (auto* room : {&result.key, &result.value}) {
     const at::Tensor from = *room;
-    *room = held ? at::empty_like(from) : copy(from);
-    if (held) room->narrow_symint(2, 0, *held).copy_(from.narrow_symint(2, 0, *held));
+    *room = length ? at::empty_like(from) : copy(from);
+    if (length) room->narrow_symint(2, 0, *length).copy_(from.narrow_symint(2, 0, *length));
   }
   result.lengths = copy(tensors.lengths);
   if (result.dropped) result.dropped = copy(*result.dropped);

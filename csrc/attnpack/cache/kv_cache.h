@@ -2,10 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/FunctionRef.h>
+
 #include <attnpack/ops/kv_cache.h>
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -16,8 +19,13 @@ struct CacheState {
   // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any, then dropped [B] if it drops any,
   // then what the kind has beside them
   std::vector<at::Tensor> tensors;
-  std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors
+  std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors, as visit_numbers names it
 };
+
+// Sees a number of a cache's state, and may change it.
+using NumberVisitor = c10::function_ref<void(const char* name, c10::SymInt& number)>;
+// The same for a number that torch.compile knows.
+void visit_int(NumberVisitor visit, const char* name, int64_t& number);
 
 // A cache before a call. The call changes lengths, and the rows of key and value after the held positions.
 struct CacheBefore {
@@ -73,6 +81,9 @@ class KVCache {
   virtual CacheState state() const;
   // Becomes the cache that had this state.
   virtual void restore(const CacheState& state);
+  // Calls visit with each number of the state. This is their only list.
+  virtual void visit_numbers(NumberVisitor /*visit*/) {}
+  std::vector<std::string> number_names() const;
   // Forgets what was done since before() was called.
   CacheBefore before() const { return {state(), copy_lengths(tensors_.lengths)}; }
   virtual void take_back(const CacheBefore& before);
@@ -80,8 +91,8 @@ class KVCache {
   // [B, Hkv, len, D] and [B, Hkv, len, Dv], views (copies of a QuantizedCache and a PagedCache); undefined before the
   // first append of a DynamicCache. Where sequences differ in length, the positions after the end of a shorter one are
   // unspecified.
-  virtual at::Tensor k() const { return held(tensors_.key); }
-  virtual at::Tensor v() const { return held(tensors_.value); }
+  virtual at::Tensor k() const { return valid(tensors_.key); }
+  virtual at::Tensor v() const { return valid(tensors_.value); }
   // Key, value and lengths for a layer that reads what this cache's own layer has appended; key is undefined before the
   // first append. A cache that another layer cannot read raises.
   virtual CacheTensors shared() const { return {k(), v(), lengths()}; }
@@ -106,15 +117,15 @@ class KVCache {
   // longest_length where it can be read for nothing: not from another device, and not while a graph is traced.
   static std::optional<c10::SymInt> known_length(const at::Tensor& lengths, const c10::SymInt& capacity);
 
-  // The numbers of a state that has `count` of them.
-  static const std::vector<c10::SymInt>& numbers_of(const CacheState& state, size_t count);
+  std::vector<c10::SymInt> numbers() const;
+  void read_numbers(const CacheState& state);
 
   CacheTensors tensors_;
 
  private:
   // Copies, which are normal tensors also under inference_mode.
   static CacheTensors copy_tensors(const CacheTensors& tensors);
-  at::Tensor held(const at::Tensor& tensor) const {  // the positions that are held
+  at::Tensor valid(const at::Tensor& tensor) const {  // the positions that are stored
     return tensor.defined() ? tensor.narrow_symint(2, 0, sym_stored()) : tensor;
   }
 };
@@ -155,7 +166,7 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name = "index");
 
 // The first n positions of a tensor [B, H, slots, D].
-at::Tensor first_positions(const at::Tensor& held, const c10::SymInt& n);
+at::Tensor first_positions(const at::Tensor& tensor, const c10::SymInt& n);
 
 // A tensor like `like` [B, H, slots, D] with `capacity` slots. It begins with the first `len` ones of `like`.
 at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10::SymInt& capacity);

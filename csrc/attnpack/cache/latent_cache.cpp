@@ -29,18 +29,6 @@ void LatentCache::reset() {
   kv_lora_rank_ = 0;
 }
 
-CacheState LatentCache::state() const {
-  auto result = IndexedCache::state();
-  result.numbers.insert(result.numbers.begin() + 1, c10::SymInt(kv_lora_rank_));
-  return result;
-}
-
-void LatentCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 3);
-  IndexedCache::restore({state.tensors, {numbers[0], numbers[2]}});
-  kv_lora_rank_ = numbers[1].guard_int(__FILE__, __LINE__);
-}
-
 at::Tensor LatentCache::v() const { return k().defined() ? k().narrow_symint(3, 0, kv_lora_rank_) : at::Tensor(); }
 
 at::Tensor LatentCache::k_rope() const {

@@ -19,10 +19,11 @@ class LatentCache : public IndexedCache {
   // Raises where the indexer of the held positions has not made room for these.
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
   void reset() override;
-  std::shared_ptr<KVCache> clone() const override { return with_own_index(copy_of(*this)); }
-  // numbers: len, kv_lora_rank, ready
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  std::shared_ptr<KVCache> clone() const override { return with_copied_index(copy_of(*this)); }
+  void visit_numbers(NumberVisitor visit) override {
+    IndexedCache::visit_numbers(visit);
+    visit_int(visit, "kv_lora_rank", kv_lora_rank_);
+  }
 
   // The latents c, which are also the values of the absorbed path: [B, 1, len, kv_lora_rank], a view of k().
   at::Tensor v() const override;

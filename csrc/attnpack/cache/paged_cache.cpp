@@ -76,7 +76,7 @@ PageTable table_of(const CacheTensors& tensors, const Tensor& references) {
 
 }  // namespace
 
-std::vector<int64_t> PagedCache::held() const {
+std::vector<int64_t> PagedCache::lengths_on_cpu() const {
   auto lengths = read_lengths(tensors_.lengths);
   for (size_t b = 0; b < lengths.size(); ++b) check_length(static_cast<int64_t>(b), lengths[b], *capacity());
   return lengths;
@@ -89,7 +89,7 @@ CacheTensors PagedCache::reserve(const Tensor& key, const Tensor& value) {
 CacheTensors PagedCache::reserve_valid(const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
   const int64_t batch = tensors_.lengths.size(0);
   check_fits(as_sequences(tensors_, batch), key, value);
-  const auto lengths = held(), counts = read_counts(new_lens, batch, key.size(2));
+  const auto lengths = lengths_on_cpu(), counts = read_counts(new_lens, batch, key.size(2));
   const PageTable table = table_of(tensors_, references_);
   std::vector<PageCopy> copies;
   if (writes_shared_page(table, lengths, counts)) {
@@ -115,7 +115,7 @@ void PagedCache::commit(const SymInt&, const std::optional<Tensor>& new_lens) {
   if (new_lens) give_back();
 }
 
-void PagedCache::give_back() { keep_pages(table_of(tensors_, references_), held()); }
+void PagedCache::give_back() { keep_pages(table_of(tensors_, references_), lengths_on_cpu()); }
 
 std::shared_ptr<PagedCache> PagedCache::fork(const Tensor& index) const {
   const auto rows = check_index(index, lengths(), /*same_batch=*/false);
@@ -125,17 +125,17 @@ std::shared_ptr<PagedCache> PagedCache::fork(const Tensor& index) const {
       {tensors_.lengths.index_select(0, rows), tensors_.key, tensors_.value, table.block_table, references_}, {}});
 }
 
-void PagedCache::keep(const std::vector<int64_t>& held) {
+void PagedCache::keep(const std::vector<int64_t>& kept) {
   c10::InferenceMode normal(false);
   const PageTable table = fork_pages(table_of(tensors_, references_), all_rows(lengths().size(0)));
-  keep_pages(table, held);
+  keep_pages(table, kept);
   tensors_.block_table = table.block_table;
-  tensors_.lengths = at::tensor(held, at::kLong).to(lengths().device());
+  tensors_.lengths = at::tensor(kept, at::kLong).to(lengths().device());
 }
 
 void PagedCache::release(const Tensor& rows) {
   const Tensor checked = check_index(rows, lengths(), /*same_batch=*/false, "rows");
-  auto kept = held();
+  auto kept = lengths_on_cpu();
   for (const int64_t b : read_lengths(checked)) kept[b] = 0;
   keep(kept);
 }
@@ -144,7 +144,7 @@ void PagedCache::reset() { keep(std::vector<int64_t>(lengths().size(0))); }
 
 void PagedCache::crop(const SymInt& n) {
   check_crop(n);
-  auto kept = held();
+  auto kept = lengths_on_cpu();
   for (int64_t& length : kept) length = std::min(length, n.guard_int(__FILE__, __LINE__));
   keep(kept);
 }
@@ -170,7 +170,7 @@ SymInt PagedCache::sym_len() const { return longest_length(lengths(), *capacity(
 
 SymInt PagedCache::sym_nbytes() const {
   const auto row = [](const Tensor& pool) { return pool.size(2) * pool.size(3) * pool.element_size(); };
-  return rows_held(table_of(tensors_, references_), held()) * (row(tensors_.key) + row(tensors_.value));
+  return used_rows(table_of(tensors_, references_), lengths_on_cpu()) * (row(tensors_.key) + row(tensors_.value));
 }
 
 CacheState PagedCache::state() const {
@@ -207,7 +207,7 @@ void PagedCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
   ATTNPACK_CHECK(parts.size() == 5, "tensors: got ", parts.size(),
                  ", want lengths, key pool, value pool, block_table and references for a PagedCache");
-  numbers_of(state, 0);
+  read_numbers(state);
   check_parts(parts);
   tensors_ = {.key = parts[1], .value = parts[2], .lengths = parts[0], .block_table = parts[3]};
   references_ = parts[4];

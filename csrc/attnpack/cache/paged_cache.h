@@ -74,9 +74,9 @@ class PagedCache : public KVCache {
   void give_back();
 
  private:
-  std::vector<int64_t> held() const;
-  // Keeps the first held[b] positions of sequence b. State from before still has the others.
-  void keep(const std::vector<int64_t>& held);
+  std::vector<int64_t> lengths_on_cpu() const;
+  // Keeps the first kept[b] positions of sequence b. State from before still has the others.
+  void keep(const std::vector<int64_t>& kept);
 
   at::Tensor references_;  // [num_pages] int32: how many sequences hold each page
 };

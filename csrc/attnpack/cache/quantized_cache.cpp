@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <string_view>
 
 #include <attnpack/core/padded.h>
 #include <attnpack/ops/detail/kv_window.h>
@@ -61,10 +62,10 @@ void QuantizedCache::check_stored(const at::Tensor& key, const at::Tensor& value
   ATTNPACK_CHECK(kv_lora_rank == kv_lora_rank_, "cache: got ", kv_lora_rank ? "latents" : "keys and values",
                  " of kv_lora_rank ", kv_lora_rank, ", want ", kv_lora_rank_,
                  " as the cache holds (0: keys and values); use a cache of this layer's shape, or reset() it");
-  const auto held = [&](const at::Tensor& rows, const SymInt& dim) {
+  const auto shape_of = [&](const at::Tensor& rows, const SymInt& dim) {
     return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype_));
   };
-  check_fits({held(tensors_.key, head_dim_), held(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
+  check_fits({shape_of(tensors_.key, head_dim_), shape_of(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
 }
 
 CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {
@@ -122,8 +123,8 @@ void QuantizedCache::crop(const SymInt& n) {
   // dropped.
   auto lengths = tensors_.lengths.clamp_max(n);
   const auto first = [&](const at::Tensor& all) { return all.narrow_symint(2, 0, n); };
-  CacheState exact{{lengths, first(k()), first(v()), at::zeros_like(lengths)}, exact_.state().numbers};
-  exact.numbers[2] = n;
+  visit_exact_used([&](SymInt& used) { used = n; });
+  const CacheState exact{{lengths, first(k()), first(v()), at::zeros_like(lengths)}, exact_.state().numbers};
   DynamicCache::crop(n);
   tensors_.lengths = lengths;
   exact_.restore(exact);
@@ -153,29 +154,40 @@ CacheState QuantizedCache::state() const {
   if (exact.tensors.size() > 1) {
     for (const auto n : {3, 1, 2}) result.tensors.push_back(exact.tensors[n]);  // dropped, key, value
   }
-  result.numbers = {
-      bits(),           exact_first(), exact_last(), sym_len(), head_dim_, v_head_dim_, static_cast<int64_t>(dtype_),
-      exact.numbers[2], kv_lora_rank_};
   return result;
+}
+
+void QuantizedCache::visit_numbers(NumberVisitor visit) {
+  for (auto [name, setting] :
+       {std::pair{"bits", bits()}, std::pair{"exact_first", exact_first()}, std::pair{"exact_last", exact_last()}})
+    visit_int(visit, name, setting);  // which the constructor has read
+  DynamicCache::visit_numbers(visit);
+  visit("head_dim", head_dim_);
+  visit("v_head_dim", v_head_dim_);
+  visit_int(visit, "kv_lora_rank", kv_lora_rank_);
+  int64_t dtype = static_cast<int64_t>(dtype_);
+  visit_int(visit, "dtype", dtype);
+  ATTNPACK_CHECK(dtype >= 0 && dtype < static_cast<int64_t>(at::ScalarType::NumOptions), "dtype: got the number ",
+                 dtype, ", want one of torch's dtypes");
+  dtype_ = static_cast<at::ScalarType>(dtype);
+  visit_exact_used([&](SymInt& used) { visit("exact_used", used); });
+}
+
+void QuantizedCache::visit_exact_used(c10::function_ref<void(SymInt& used)> visit) {
+  exact_.visit_numbers([&](const char* name, SymInt& number) {
+    if (std::string_view(name) == "used") visit(number);
+  });
 }
 
 void QuantizedCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
-  const auto& numbers = numbers_of(state, 9);
   ATTNPACK_CHECK(parts.size() == 1 || parts.size() == (keeps_exact() ? 6 : 3), "tensors: got ", parts.size(),
                  ", want only lengths, or lengths, keys and values",
                  keeps_exact() ? ", and dropped, keys and values" : "", " for a QuantizedCache");
-  const auto dtype = numbers[6].guard_int(__FILE__, __LINE__);
-  ATTNPACK_CHECK(dtype >= 0 && dtype < static_cast<int64_t>(at::ScalarType::NumOptions), "dtype: got the number ",
-                 dtype, ", want one of torch's dtypes");
-  DynamicCache::restore({{parts.begin(), parts.begin() + std::min<size_t>(parts.size(), 3)}, {numbers[3]}});
-  head_dim_ = numbers[4];
-  v_head_dim_ = numbers[5];
-  dtype_ = static_cast<at::ScalarType>(dtype);
-  kv_lora_rank_ = numbers[8].guard_int(__FILE__, __LINE__);
+  DynamicCache::restore({{parts.begin(), parts.begin() + std::min<size_t>(parts.size(), 3)}, state.numbers});
   ATTNPACK_CHECK(kv_lora_rank_ >= 0 && kv_lora_rank_ <= head_dim_, "kv_lora_rank: got ", kv_lora_rank_,
                  ", want 0 for keys and values, or at most head_dim = ", head_dim_);
-  CacheState exact{{parts[0]}, {exact_.window(), exact_first(), numbers[7]}};
+  CacheState exact{{parts[0]}, exact_.state().numbers};
   if (parts.size() == 6) exact.tensors.insert(exact.tensors.end(), {parts[4], parts[5], parts[3]});
   exact_.restore(exact);
 }

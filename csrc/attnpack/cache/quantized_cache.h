@@ -37,9 +37,9 @@ class QuantizedCache : public DynamicCache {
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override;
   // tensors: lengths, the rows of keys and values; dropped, keys and values of the slots of exact_
-  // numbers: bits, exact_first, exact_last, len, head_dim, v_head_dim, dtype, slots in use, kv_lora_rank
   CacheState state() const override;
   void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override;
 
   // The held numbers in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv]. Latents: k() is
   // [B, 1, len, kv_lora_rank + rope], v() its first kv_lora_rank numbers.
@@ -56,6 +56,7 @@ class QuantizedCache : public DynamicCache {
   void check_stored(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank);
   at::Tensor expanded(const at::Tensor& rows, const c10::SymInt& dim, const at::Tensor& exact) const;
   void share_lengths();
+  void visit_exact_used(c10::function_ref<void(c10::SymInt& used)> visit);  // the slots in use of exact_
 
   QuantizedCacheOptions options_;
   SlidingWindowCache exact_;  // its lengths are this cache's lengths

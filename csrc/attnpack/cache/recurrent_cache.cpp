@@ -11,17 +11,17 @@ using c10::SymInt;
 
 namespace {
 
-void check_stored(const char* name, const at::Tensor& held, const SymInt& batch, at::IntArrayRef shape) {
-  bool fits = held.defined() != shape.empty();
-  if (held.defined() && fits) {
-    fits = held.dim() == static_cast<int64_t>(shape.size()) + 1;
-    for (size_t i = 0; fits && i < shape.size(); ++i) fits = held.sym_size(static_cast<int64_t>(i) + 1) == shape[i];
+void check_stored(const char* name, const at::Tensor& stored, const SymInt& batch, at::IntArrayRef shape) {
+  bool fits = stored.defined() != shape.empty();
+  if (stored.defined() && fits) {
+    fits = stored.dim() == static_cast<int64_t>(shape.size()) + 1;
+    for (size_t i = 0; fits && i < shape.size(); ++i) fits = stored.sym_size(static_cast<int64_t>(i) + 1) == shape[i];
   }
   ATTNPACK_CHECK(fits, "cache: got a RecurrentCache whose ", name, " has shape ",
-                 held.defined() ? held.sym_sizes() : c10::SymIntArrayRef(), ", want [B, ", shape,
+                 stored.defined() ? stored.sym_sizes() : c10::SymIntArrayRef(), ", want [B, ", shape,
                  "] as this layer has; use a cache for each layer, or reset() it");
-  ATTNPACK_CHECK(!held.defined() || held.sym_size(0) == batch, "cache: got one of batch ",
-                 held.defined() ? held.sym_size(0) : SymInt(0), ", want ", batch,
+  ATTNPACK_CHECK(!stored.defined() || stored.sym_size(0) == batch, "cache: got one of batch ",
+                 stored.defined() ? stored.sym_size(0) : SymInt(0), ", want ", batch,
                  " as in x; reorder() it, or reset() it");
 }
 
@@ -57,9 +57,9 @@ void RecurrentCache::advance(const RecurrentStates& states, const SymInt& new_le
 
 void RecurrentCache::take_back(const CacheBefore& before) { in_place_ ? reset() : KVCache::take_back(before); }
 
-at::Tensor RecurrentCache::readable(const at::Tensor& held) {
-  if (!held.defined() || !held.is_inference() || c10::InferenceMode::is_enabled()) return held;
-  return held.clone();
+at::Tensor RecurrentCache::readable(const at::Tensor& stored) {
+  if (!stored.defined() || !stored.is_inference() || c10::InferenceMode::is_enabled()) return stored;
+  return stored.clone();
 }
 
 CacheTensors RecurrentCache::reserve(const at::Tensor&, const at::Tensor&) {
@@ -76,8 +76,8 @@ CacheTensors RecurrentCache::shared() const {
 
 SymInt RecurrentCache::sym_nbytes() const {
   SymInt bytes = 0;
-  for (const auto* held : {&states_.conv, &states_.state})
-    if (held->defined()) bytes += held->sym_nbytes();
+  for (const auto* stored : {&states_.conv, &states_.state})
+    if (stored->defined()) bytes += stored->sym_nbytes();
   return bytes;
 }
 
@@ -98,8 +98,8 @@ void RecurrentCache::reorder(const at::Tensor& index) {
   if (states_.is_empty()) return;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  for (auto* held : {&states_.conv, &states_.state, &tensors_.lengths})
-    if (held->defined()) *held = held->index_select(0, rows);
+  for (auto* stored : {&states_.conv, &states_.state, &tensors_.lengths})
+    if (stored->defined()) *stored = stored->index_select(0, rows);
   // A convolution state is stored as its rows are read, whatever index_select gives.
   if (states_.conv.defined()) states_.conv = states_.conv.transpose(1, 2).contiguous().transpose(1, 2);
   len_ = longest_length(tensors_.lengths, len_);
@@ -109,27 +109,34 @@ std::shared_ptr<KVCache> RecurrentCache::clone() const {
   auto copy = std::make_shared<RecurrentCache>(*this);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  for (auto* held : {&copy->states_.conv, &copy->states_.state, &copy->tensors_.lengths})
-    if (held->defined()) *held = held->clone();
+  for (auto* stored : {&copy->states_.conv, &copy->states_.state, &copy->tensors_.lengths})
+    if (stored->defined()) *stored = stored->clone();
   return copy;
 }
 
+void RecurrentCache::visit_numbers(NumberVisitor visit) {
+  visit("len", len_);
+  has_conv_ = states_.conv.defined();
+  has_state_ = states_.state.defined();
+  visit_int(visit, "has_conv", has_conv_);
+  visit_int(visit, "has_state", has_state_);
+}
+
 CacheState RecurrentCache::state() const {
-  CacheState result{{tensors_.lengths}, {len_, states_.conv.defined() ? 1 : 0, states_.state.defined() ? 1 : 0}};
-  for (const auto* held : {&states_.conv, &states_.state})
-    if (held->defined()) result.tensors.push_back(*held);
+  CacheState result{{tensors_.lengths}, numbers()};
+  for (const auto* stored : {&states_.conv, &states_.state})
+    if (stored->defined()) result.tensors.push_back(*stored);
   return result;
 }
 
 void RecurrentCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 3);
-  const bool conv = numbers[1] == 1, matrix = numbers[2] == 1;
+  read_numbers(state);
+  const bool conv = has_conv_ == 1, matrix = has_state_ == 1;
   ATTNPACK_CHECK(state.tensors.size() == size_t{1} + (conv ? 1 : 0) + (matrix ? 1 : 0), "tensors: got ",
                  state.tensors.size(), ", want lengths and the states that the numbers name");
   tensors_ = {at::Tensor(), at::Tensor(), state.tensors[0]};
   states_.conv = conv ? state.tensors[1] : at::Tensor();
   states_.state = matrix ? state.tensors.back() : at::Tensor();
-  len_ = numbers[0];
 }
 
 }  // namespace attnpack

@@ -49,16 +49,18 @@ class RecurrentCache : public KVCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override;
-  // tensors: lengths, then the states that there are; numbers: len, 1 if there is a conv state, 1 if there is a state
+  // tensors: lengths, then the states that there are
   CacheState state() const override;
   void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override;
 
  private:
   // A tensor that a call under inference_mode has made cannot be read by autograd: it gives a copy that can.
-  static at::Tensor readable(const at::Tensor& held);
+  static at::Tensor readable(const at::Tensor& stored);
 
   RecurrentStates states_;
-  c10::SymInt len_ = 0;  // kept here so that no call waits for the device
+  int64_t has_conv_ = 0, has_state_ = 0;  // as the last visit saw them, for restore
+  c10::SymInt len_ = 0;                   // kept here so that no call waits for the device
   bool in_place_ = false;
 };
 

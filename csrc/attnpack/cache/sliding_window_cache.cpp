@@ -130,18 +130,11 @@ void SlidingWindowCache::reorder(const at::Tensor& index) {
   }
 }
 
-CacheState SlidingWindowCache::state() const {
-  auto result = KVCache::state();
-  result.numbers = {window(), keep_first(), used_};
-  return result;
-}
-
 void SlidingWindowCache::restore(const CacheState& state) {
   const auto parts = state.tensors.size();
   ATTNPACK_CHECK(parts == 1 || parts == 4, "tensors: got ", parts,
                  ", want only lengths, or lengths, key, value and dropped for a SlidingWindowCache");
   KVCache::restore(state);
-  used_ = numbers_of(state, 3)[2];
 }
 
 }  // namespace attnpack

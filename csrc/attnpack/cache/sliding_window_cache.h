@@ -48,9 +48,12 @@ class SlidingWindowCache : public KVCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
-  // numbers: window, keep_first, slots that may be in use
-  CacheState state() const override;
   void restore(const CacheState& state) override;
+  void visit_numbers(NumberVisitor visit) override {
+    visit_int(visit, "window", tensors_.window);
+    visit_int(visit, "keep_first", tensors_.keep_first);
+    visit("used", used_);
+  }
 
  private:
   c10::SymInt max_slots_after_slide() const;  // most slots that a slide leaves in use

@@ -46,29 +46,17 @@ CacheTensors SparseCache::reserve(const at::Tensor& key, const at::Tensor& value
     const auto wide = key.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     index_ = cache_zeros({keys.sym_size(0), keys.sym_size(1), blocks, keys.sym_size(3)}, keys.options().dtype(wide));
   } else if (index_.sym_size(2) < blocks) {
-    index_ = cache_grown(index_, held_rows(), blocks);
+    index_ = cache_grown(index_, index_len(), blocks);
   }
   room.block_sums = index_;
   return room;
 }
 
-SymInt SparseCache::held_rows() const { return block_ == 0 ? sym_len() : blocks_of(sym_len(), block_); }
+SymInt SparseCache::index_len() const { return block_ == 0 ? sym_len() : blocks_of(sym_len(), block_); }
 
 void SparseCache::reset() {
   IndexedCache::reset();
   block_ = 0;
-}
-
-CacheState SparseCache::state() const {
-  auto result = IndexedCache::state();
-  result.numbers.insert(result.numbers.begin() + 1, SymInt(block_));
-  return result;
-}
-
-void SparseCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 3);
-  IndexedCache::restore({state.tensors, {numbers[0], numbers[2]}});
-  block_ = numbers[1].guard_int(__FILE__, __LINE__);
 }
 
 }  // namespace attnpack

@@ -23,16 +23,17 @@ class SparseCache : public IndexedCache {
   // Raises where the selector of the held positions has not made room for these.
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   void reset() override;
-  std::shared_ptr<KVCache> clone() const override { return with_own_index(copy_of(*this)); }
-  // numbers: len, block, ready
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  std::shared_ptr<KVCache> clone() const override { return with_copied_index(copy_of(*this)); }
+  void visit_numbers(NumberVisitor visit) override {
+    IndexedCache::visit_numbers(visit);
+    visit_int(visit, "block", block_);
+  }
 
   // Keys of a block; 0: index() holds an indexer's keys, or nothing.
   int64_t block() const { return block_; }
 
  protected:
-  c10::SymInt held_rows() const override;
+  c10::SymInt index_len() const override;
 
  private:
   int64_t block_ = 0;

@@ -45,19 +45,19 @@ void StaticCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/true);
   at::NoGradGuard no_grad;
   // The room behind the held positions stays as it is.
-  auto held_keys = tensors_.key, held_values = tensors_.value;
+  auto all_keys = tensors_.key, all_values = tensors_.value;
   const auto longest = known_length(tensors_.lengths, tensors_.key.sym_size(2));
   if (longest && !at::isTensorSubclassLike(rows)) {
     if (*longest == 0 || rows.equal(at::arange(rows.size(0), rows.options()))) return;
-    held_keys = held_keys.narrow_symint(2, 0, *longest);
-    held_values = held_values.narrow_symint(2, 0, *longest);
+    all_keys = all_keys.narrow_symint(2, 0, *longest);
+    all_values = all_values.narrow_symint(2, 0, *longest);
   }
   // A compiler fuses a copy in place with the selection, and then reads rows that it has written. An op keeps both
   // apart.
-  const auto key = held_keys.index_select(0, rows), value = held_values.index_select(0, rows);
-  const auto held = tensors_.lengths.index_select(0, rows);
+  const auto key = all_keys.index_select(0, rows), value = all_values.index_select(0, rows);
+  const auto new_lens = tensors_.lengths.index_select(0, rows);
   tensors_.lengths.zero_();
-  kv_cache_append_(tensors_.key, tensors_.value, tensors_.lengths, key, value, held);
+  kv_cache_append_(tensors_.key, tensors_.value, tensors_.lengths, key, value, new_lens);
 }
 
 }  // namespace attnpack

@@ -22,9 +22,9 @@ template <typename Target, typename Source>
 Target carry_options(Target target, const Source& source) {
   Target::for_each_option(target, [&](const std::string& name, auto& value) {
     if (name == "num_heads" || name == "num_kv_heads" || name == "head_map") return;
-    Source::for_each_option(source, [&](const std::string& other, const auto& held) {
-      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::decay_t<decltype(held)>>)
-        if (name == other) value = held;
+    Source::for_each_option(source, [&](const std::string& other, const auto& option) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::decay_t<decltype(option)>>)
+        if (name == other) value = option;
     });
   });
   target.factory().device = at::kMeta;  // replaced below
@@ -38,7 +38,7 @@ bool consecutive(const std::vector<int64_t>& map, int64_t num_kv_heads) {
 
 // Refuses a layer without the projections that a conversion reads.
 template <typename Options>
-void check_has_own_projections(const Options& o) {
+void check_has_projections(const Options& o) {
   ATTNPACK_CHECK(o.own_keys(),
                  "own_keys: got a layer without, which reads the keys of another one; convert that one, and leave this "
                  "one as it is");
@@ -53,7 +53,7 @@ template <typename Impl>
 MergedHeads merge_module(const Impl& module, int64_t num_kv_heads, const ToGqaOptions& options) {
   const auto& o = module.options;
   refuse_shared_norm(o.qk_norm().all_heads());
-  check_has_own_projections(o);
+  check_has_projections(o);
   ATTNPACK_CHECK(
       o.gate() != "element" || options.method() != "aligned",
       "gate: got 'element', which gates each number of a head, together with method 'aligned', which rotates "
@@ -98,7 +98,7 @@ void check_has_latent_form(const Impl& module) {
   lacks(o.sinks(), "sinks");
   lacks(o.alibi(), "alibi");
   lacks(bool(o.qk_norm()), "qk_norm");
-  check_has_own_projections(o);
+  check_has_projections(o);
   for (const auto& width : {o.kdim(), o.vdim()}) {
     ATTNPACK_CHECK(!width || *width == o.embed_dim(), "kdim, vdim: got a layer with ", *width, ", want embed_dim ",
                    o.embed_dim(), ": one latent makes keys and values of it");
@@ -145,7 +145,7 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
   ATTNPACK_CHECK(!options.ids().defined(), "ids: got some for a single layer, want calibration, the layer's input");
   ATTNPACK_CHECK(!options.rope_dim() || (rope && rope->growth == 0), "rope_dim: got ", options.rope_dim().value_or(0),
                  ", want none for a layer without RoPE, or whose frequencies grow with the text");
-  const auto own = weights_of(module->q_proj, module->k_proj, module->v_proj, module->o_proj);
+  const auto original = weights_of(module->q_proj, module->k_proj, module->v_proj, module->o_proj);
   auto latent = LatentOptions(source.num_heads(), source.num_kv_heads(), kv_lora_rank)
                     .head_map(source.head_map())
                     .inv_freq(rope ? rope->inv_freq : std::vector<double>())
@@ -154,8 +154,8 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
                     .length(options.length())
                     .causal(source.causal())
                     .calibration(options.calibration());
-  if (options.rope_dim()) latent.pairs(choose_pairs(rotation_losses(own, latent), *options.rope_dim()));
-  const auto weights = factorise_latent(own, latent);
+  if (options.rope_dim()) latent.pairs(choose_pairs(rotation_losses(original, latent), *options.rope_dim()));
+  const auto weights = factorise_latent(original, latent);
   const auto head_dim = *source.head_dim(), rotated = weights.kv_a.size(0) - kv_lora_rank;
   const auto out_bias = module->o_proj->bias;
   const bool bias = weights.q_bias.defined() || weights.kv_a_bias.defined() || out_bias.defined();

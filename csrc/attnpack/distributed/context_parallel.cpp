@@ -20,13 +20,10 @@ AttentionOptions rules_of(const LayerInputs& o) {
 
 // Refuses what the operator's checks do not know of.
 void refuse_inputs(const LayerInputs& o, int64_t length) {
-  ATTNPACK_CHECK(!o.cache, "cache: got one under ContextParallel, want none: prefill and decode with a ShardedCache");
-  ATTNPACK_CHECK(
-      !o.rope || !o.rope->by_length(),
-      "rope: got frequencies that follow the length under ContextParallel, which is not supported: use another "
-      "scaling");
-  ATTNPACK_CHECK(!o.positions || o.positions->size(-1) == length, "positions: got ", o.positions->sizes(), ", want ",
-                 length, " of them: those of this rank's rows in the whole sequence");
+  refuse_single_process_inputs(
+      {.mask = o.mask.has_value(), .cache = o.cache.has_value(), .rope_by_length = o.rope && o.rope->by_length()},
+      "under ContextParallel");
+  check_part_positions(o.positions, length);
 }
 
 // [B, H, L, Dv] -> [B, L, H * Dv]
@@ -62,8 +59,8 @@ class ShardedSequence : public ShardedAttention {
       const auto [all_q, key, value] = heads(whole, o.kv_lens);
       return join_heads(std::get<0>(attend_rows(all_q, key, value, rules, group_, options_.layout())));
     }
-    const auto [own_q, key, value] = heads(latents, std::nullopt);
-    return join_heads(attend_heads(own_q, key, value, rules));
+    const auto [part_q, key, value] = heads(latents, std::nullopt);
+    return join_heads(attend_heads(part_q, key, value, rules));
   }
 
   at::Tensor positions(int64_t length) const override {

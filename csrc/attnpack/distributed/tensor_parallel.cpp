@@ -3,6 +3,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/distributed/detail/heads.h>
 #include <attnpack/distributed/detail/shard_group.h>
+#include <attnpack/distributed/detail/shared_children.h>
 #include <attnpack/models/causal_lm.h>
 #include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/attention/latent_attention.h>
@@ -33,72 +34,58 @@ void check_dropout_of(const torch::nn::Module& module) {
   (check(module.as<Impls>()), ...);
 }
 
-void check_heads(const char* name, int64_t num_heads, double dropout, const Group& group) {
-  ATTNPACK_CHECK(num_heads % group->getSize() == 0, "num_heads: got ", num_heads, " heads of ", name, " for ",
-                 group->getSize(), " ranks, want a number that the ranks divide: take a group of fewer ranks");
-  check_dropout(dropout);
+// Raises for heads or parameters that cannot be shared.
+void check_known(const char* owner, const char* kind, const torch::nn::Module& module) {
+  for (const auto& parameter : module.named_parameters()) part_of_parameter(kind, owner, parameter.key());
 }
 
-// Raises for a parameter that has no known share: a new part of a module would be sharded wrongly.
-void check_known(const char* name, const torch::nn::Module& module, const std::unordered_set<std::string>& known) {
-  for (const auto& parameter : module.named_parameters()) {
-    ATTNPACK_CHECK(known.count(parameter.key().substr(0, parameter.key().find('.'))), name, " has a parameter '",
-                   parameter.key(), "', which tensor_parallel does not know how to shard: leave this module out");
+// The kv heads that each rank's query heads read.
+struct KeyRows {
+  RankRows rows;
+  bool repeated = false;  // several ranks have one, and their gradients are summed
+};
+
+// Plans the children of a module. units: query heads or hidden numbers; a layer has as many rows for each of them.
+void share_children(const torch::nn::Module& module, const char* kind, int64_t units, ShardGroup& shards,
+                    const KeyRows& keys = {}) {
+  const auto children = module.named_children();
+  const auto& group = shards.group();
+  for (const auto& [name, part, reads_x] : shared_children(kind)) {
+    const auto* found = children.find(name);
+    if (!found) continue;
+    if (const auto norm = std::dynamic_pointer_cast<RMSNormImpl>(*found)) {
+      shards.sum_gradient(norm->weight);
+      continue;
+    }
+    const Linear layer(std::dynamic_pointer_cast<LinearImpl>(*found));
+    const auto& size = layer->options;
+    if (part == Part::kOutputs) shards.keep_outputs(layer, rows_of_share(units, size.out_features() / units, group));
+    if (part == Part::kInputs) shards.keep_inputs(layer, rows_of_share(units, size.in_features() / units, group));
+    if (part == Part::kKeys) shards.keep_outputs(layer, keys.rows);
+    if (reads_x) shards.column_parallel(layer);
+    if (part == Part::kWhole) shards.sum_gradients(layer);
+    if (part == Part::kKeys && keys.repeated) shards.sum_gradients(layer, keys.rows);
   }
-}
-
-// Raises for a norm over all heads: a rank has only a share of them.
-template <typename Attention>
-void check_grouped(const Attention& module, const Group& group) {
-  const auto& o = module.options;
-  check_heads("grouped attention", o.num_heads(), o.dropout(), group);
-  check_known("grouped attention", module,
-              {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "q_norm",
-               "k_norm", "sinks"});
-  ATTNPACK_CHECK(!(o.qk_norm() && o.qk_norm().all_heads()),
-                 "qk_norm: got a norm over all heads, of which a rank has a share, want one over head_dim, or leave "
-                 "the layer whole");
-}
-
-void sum_gradient(const RMSNorm& norm, ShardGroup& shards) {
-  if (norm) shards.sum_gradient(norm->weight);
-}
-
-// Queries of the heads, straight from x or by a low rank, and the gate's factors.
-template <typename Attention>
-void share_queries(Attention& module, int64_t heads, ShardGroup& shards) {
-  const auto keep = [&](const Linear& layer) {
-    if (layer) shards.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, shards.group()));
-  };
-  for (const auto* layer : {&module.q_proj, &module.q_b_proj, &module.gate_proj}) keep(*layer);
-  for (const auto* layer : {&module.q_proj, &module.q_a_proj, &module.gate_proj}) shards.column_parallel(*layer);
-  shards.sum_gradients(module.q_a_proj);
-  sum_gradient(module.q_a_layernorm, shards);
 }
 
 template <typename Attention>
 void share_grouped(Attention* found, ShardGroup& shards) {
   if (!found) return;
+  constexpr auto kKind = "GroupedQueryAttention";
   auto& module = *found;
   const auto& group = shards.group();
-  check_grouped(module, group);
   const auto& o = module.options;
-  const auto dim = *o.head_dim(), kv_heads = o.num_kv_heads(), heads = o.num_heads();
+  const auto kv_heads = o.num_kv_heads(), heads = o.num_heads();
   const int64_t ranks = group->getSize();
+  check_heads("grouped attention", heads, ranks);
+  check_dropout(o.dropout());
+  check_known("grouped attention", kKind, module);
+  check_norm_of_heads(o.qk_norm() && o.qk_norm().all_heads(), heads);
   std::vector<std::vector<int64_t>> read;
   for (int64_t rank = 0; rank < ranks; ++rank)
     read.push_back(kv_heads_of(share_of(heads, ranks, rank), heads, kv_heads, o.head_map()).heads);
-
-  share_queries(module, heads, shards);
-  shards.keep_inputs(module.o_proj, rows_of_share(heads, dim, group));
-  const auto kv_rows = rows_of(read, kv_heads, dim);
-  const bool divides = !o.head_map() && kv_heads % ranks == 0;
-  for (const auto* layer : {&module.k_proj, &module.v_proj}) {
-    shards.keep_outputs(*layer, kv_rows);
-    shards.column_parallel(*layer);
-    if (!divides) shards.sum_gradients(*layer, kv_rows);
-  }
-  for (const auto* norm : {&module.q_norm, &module.k_norm}) sum_gradient(*norm, shards);
+  share_children(module, kKind, heads, shards,
+                 {rows_of(read, kv_heads, *o.head_dim()), o.head_map() || kv_heads % ranks != 0});
   if (o.sinks()) shards.keep(module, "sinks", module.sinks, 0, rows_of_share(heads, 1, group));
   const auto share = share_of(heads, ranks, group->getRank());
   shards.then([&module, share, local = kv_heads_of(share, heads, kv_heads, o.head_map())] {
@@ -110,36 +97,26 @@ void share_grouped(Attention* found, ShardGroup& shards) {
 
 void share_latent(MultiHeadLatentAttentionImpl* found, ShardGroup& shards) {
   if (!found) return;
+  constexpr auto kKind = "MultiHeadLatentAttention";
   auto& module = *found;
-  const auto& group = shards.group();
-  const auto heads = module.options.num_heads();
-  check_heads("MultiHeadLatentAttention", heads, module.options.dropout(), group);
-  check_known("MultiHeadLatentAttention", module,
-              {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
-               "o_proj", "gate_proj"});
-  share_queries(module, heads, shards);
-  if (const auto& layer = module.kv_b_proj)
-    shards.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, group));
-  shards.keep_inputs(module.o_proj, rows_of_share(heads, module.o_proj->options.in_features() / heads, group));
-  shards.column_parallel(module.kv_a_proj_with_mqa);
-  shards.sum_gradients(module.kv_a_proj_with_mqa);
-  sum_gradient(module.kv_a_layernorm, shards);
-  shards.then([&module, count = share_of(heads, group->getSize(), group->getRank()).count] {
-    module.options.num_heads(count);
-  });
+  const auto heads = module.options.num_heads(), ranks = int64_t{shards.group()->getSize()};
+  check_heads(kKind, heads, ranks);
+  check_dropout(module.options.dropout());
+  check_known(kKind, kKind, module);
+  share_children(module, kKind, heads, shards);
+  shards.then(
+      [&module, count = share_of(heads, ranks, shards.group()->getRank()).count] { module.options.num_heads(count); });
 }
 
 void share_feed_forward(FeedForwardImpl* module, ShardGroup& shards) {
   if (!module) return;
-  check_known("FeedForward", *module, {"gate_proj", "up_proj", "down_proj"});
+  constexpr auto kKind = "FeedForward";
+  check_known(kKind, kKind, *module);
   check_dropout(module->options.dropout());
-  const auto rows = rows_of_share(module->options.hidden_dim(), 1, shards.group());
-  for (const auto* layer : {&module->gate_proj, &module->up_proj}) {
-    shards.keep_outputs(*layer, rows);
-    shards.column_parallel(*layer);
-  }
-  shards.keep_inputs(module->down_proj, rows);
-  shards.then([module, count = shards.count(rows)] { module->options.hidden_dim(count); });
+  const auto hidden_dim = module->options.hidden_dim();
+  share_children(*module, kKind, hidden_dim, shards);
+  const auto share = share_of(hidden_dim, shards.group()->getSize(), shards.group()->getRank());
+  shards.then([module, count = share.count] { module->options.hidden_dim(count); });
 }
 
 // The table of tokens that a stack reads. Its table of positions stays whole.

@@ -60,7 +60,7 @@ void check_selected_keys(const std::optional<CacheTensors>& cache, const LayerAr
   // they are read have no sums to keep.
   ATTNPACK_CHECK(
       !sums || (choice.top_blocks > 0 && choice.scorer == "mean" && !layer.rope.raw_keys && !cache->block_table),
-      "cache_block_sums: got some, but only a call that chooses blocks of stored keys by their mean takes them; use a "
+      "cache_block_sums: got a tensor, but this call does not choose blocks of stored keys by their mean; use a "
       "DynamicCache");
   if (!choice.names_keys()) return;
   ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
@@ -168,9 +168,9 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
   return {attend_placed(tokens, cache, args, rules.dropout_p), weights};
 }
 
-Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
+Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& cache_args,
                         const LayerArguments& layer, const KeyChoice& choice, const ScoreRules& rules) {
-  const auto cache = cache_tensors(held);
+  const auto cache = cache_tensors(cache_args);
   check_selected_keys(cache, layer, rules.causal, choice);
   if (!cache || !cache->block_table) return attend_keys(query, key, value, cache, layer, choice, rules);
   const LayerTokens tokens{query, key, value};
@@ -182,10 +182,10 @@ Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& va
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                         const CacheArguments& held, const LayerArguments& layer,
+                                                         const CacheArguments& cache_args, const LayerArguments& layer,
                                                          const KeyChoice& choice, const ScoreRules& rules,
                                                          bool at_names) {
-  const auto cache = cache_tensors(held);
+  const auto cache = cache_tensors(cache_args);
   check_selected_keys(cache, layer, rules.causal, choice);
   check_at_names(at_names, choice.key_index);
   if (!cache || !cache->block_table)
@@ -240,8 +240,7 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, const AttendOptions& options) {
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = sharded_attention()) {
-    ATTNPACK_CHECK(!options.key_index,
-                   "key_index: got one, which is not supported over several processes; leave it out");
+    refuse_named_keys(options.key_index, options.key_block);
     return over->attend(query, key, value, options);
   }
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");

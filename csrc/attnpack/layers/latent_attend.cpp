@@ -139,10 +139,10 @@ PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Ten
     check_attention(query, like, like, args);
   };
   const NewTokens tokens = new_tokens(query, latent, k_rope);
-  const auto held = cache_tensors(cache);
+  const auto tensors = cache_tensors(cache);
   const SymInt latent_dim = latent.sym_size(2);
-  const bool rows = held && held->key.scalar_type() == at::kByte;
-  return {rows ? place_rows(tokens, *held, latent_dim, layer, check) : place_tokens(tokens, held, layer, check),
+  const bool rows = tensors && tensors->key.scalar_type() == at::kByte;
+  return {rows ? place_rows(tokens, *tensors, latent_dim, layer, check) : place_tokens(tokens, tensors, layer, check),
           latent_dim, k_rope.sym_size(2)};
 }
 
@@ -267,8 +267,7 @@ Tensor latent_attend(const Tensor& unscaled, const Tensor& latent, const Tensor&
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = sharded_attention()) {
     check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
-    ATTNPACK_CHECK(!options.key_index,
-                   "key_index: got one, which is not supported over several processes; leave it out");
+    refuse_named_keys(options.key_index, /*key_block=*/1);
     return over->latent_attend(query, latent, k_rope, kv_b, v_dim, options);
   }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");

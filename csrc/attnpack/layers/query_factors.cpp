@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/rope/rotate.h>
 
 #include <cmath>
 
@@ -28,6 +29,7 @@ void check_query_scale_options(const std::optional<QueryScale>& scale) {
 
 at::Tensor query_factors(const at::Tensor& counted, const std::optional<at::Tensor>& given, const QueryScale& scale) {
   check_query_scale_options(scale);
+  if (given) check_positions(given, given->dim() == 2 ? given->sym_size(0) : 1, counted.sym_size(-1));
   // 1 + growth * log(1 + floor(p / size)); a position below 0, as some paddings have, counts as 0
   const auto grown = [](const at::Tensor& p, double size, double growth) {
     return p.to(at::kDouble).div(size).floor().clamp_min(0).log1p().mul(growth).add(1).to(at::kFloat);

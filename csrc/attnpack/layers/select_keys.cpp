@@ -188,11 +188,11 @@ Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor
   ATTNPACK_CHECK(!cache.latents || cache.lengths, "cache has no lengths: pass both of its tensors");
   LayerArguments plain = layer;
   plain.mask = std::nullopt;
-  const auto held =
+  const auto tensors =
       cache.latents ? std::make_optional(CacheTensors{*cache.latents, cache.latents->narrow(-1, 0, 0), *cache.lengths})
                     : std::nullopt;
-  const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), narrowed_to_none(key.detach())}, held, plain,
-                                           [](const Tensor&, const Tensor&, const std::optional<Tensor>&) {});
+  const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), narrowed_to_none(key.detach())}, tensors,
+                                           plain, [](const Tensor&, const Tensor&, const std::optional<Tensor>&) {});
   return select_keys_composite(tokens.query, tokens.key, weights, top_k,
                                {causal, tokens.q_offsets, tokens.kv_lens, layer.mask}, local_keys);
 }

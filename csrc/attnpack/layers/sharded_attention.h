@@ -40,4 +40,24 @@ const ShardedAttention* set_sharded_attention(const ShardedAttention* over);
 // Raises under ContextParallel, where `what` is not supported.
 void refuse_context_parallel(const char* what, const char* fix);
 
+// The functions below raise for what is not supported where several processes hold the keys, in both languages. place:
+// where the call is made, such as "under ContextParallel".
+[[noreturn]] void refuse_under(const std::string& place, const std::string& what, const std::string& fix);
+
+// Inputs of a call that only one process can serve: which of them it gives.
+struct SingleProcessInputs {
+  bool mask = false, need_weights = false, cache = false;
+  bool cross = false;           // a context beside a sharded cache
+  double dropout = 0;           // in training
+  bool rope_by_length = false;  // frequencies follow the length
+};
+void refuse_single_process_inputs(const SingleProcessInputs& given, const std::string& place);
+
+// The rules by numbers of keys.
+void refuse_chunk(const std::optional<int64_t>& chunk);
+void refuse_named_keys(const std::optional<at::Tensor>& key_index, int64_t key_block);
+
+// Raises unless positions, if given, are those of this process's `length` rows.
+void check_part_positions(const std::optional<at::Tensor>& positions, const c10::SymInt& length);
+
 }  // namespace attnpack

@@ -4,6 +4,7 @@
 #include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/sharded_attention.h>
+#include <attnpack/models/detail/generate_steps.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/modules/detail/checks.h>
 
@@ -16,12 +17,12 @@ namespace attnpack {
 
 namespace {
 
-// Raises unless the pool has pages for sequences that hold `held` positions and get `more`, [B] each.
-void check_pages(const PagedCache& cache, const at::Tensor& held, const at::Tensor& more) {
+// Raises unless the pool has pages for sequences that hold `past` positions and get `more`, [B] each.
+void check_pages(const PagedCache& cache, const at::Tensor& past, const at::Tensor& more) {
   const auto pages = [&](const at::Tensor& positions) {
     return (positions + (cache.page_size() - 1)).floor_divide(cache.page_size());
   };
-  const auto need = (pages(held + more) - pages(held)).sum().item<int64_t>();
+  const auto need = (pages(past + more) - pages(past)).sum().item<int64_t>();
   ATTNPACK_CHECK(need <= cache.free_pages(), "cache: got ", cache.free_pages(), " free pages of ", cache.page_size(),
                  " positions, want ", need,
                  " for the prompts and their new tokens: give the PagedCache more pages, ask "
@@ -33,9 +34,9 @@ void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_
   if (lengths.numel() == 0) return;
   const auto appended = std::max<int64_t>(max_new_tokens - 1, 0);
   for (const auto& layer : cache.layers()) {
-    const auto held = layer->lengths().size(0) == lengths.size(0) ? layer->lengths().to(lengths.device()) : lengths * 0;
-    if (const auto paged = std::dynamic_pointer_cast<PagedCache>(layer)) check_pages(*paged, held, lengths + appended);
-    const auto need = (held + lengths).max().item<int64_t>() + appended;
+    const auto past = layer->lengths().size(0) == lengths.size(0) ? layer->lengths().to(lengths.device()) : lengths * 0;
+    if (const auto paged = std::dynamic_pointer_cast<PagedCache>(layer)) check_pages(*paged, past, lengths + appended);
+    const auto need = (past + lengths).max().item<int64_t>() + appended;
     ATTNPACK_CHECK(need <= layer->capacity().value_or(need), "cache: got room for ", *layer->capacity(),
                    " positions, want ", need, " for what it holds, the prompt and ", max_new_tokens,
                    " new tokens: make it longer, ask for fewer, or take the cache \"dynamic\"");
@@ -96,9 +97,10 @@ std::shared_ptr<ModelCache> share_rows(const std::shared_ptr<ModelCache>& cache,
       layers.push_back(layer);
       continue;
     }
-    const auto& held = layer->tensors();
+    const auto& tensors = layer->tensors();
     const auto rows = [&](const at::Tensor& x) { return x.index_select(0, index); };
-    layers.push_back(std::make_shared<StaticCache>(CacheTensors{rows(held.key), rows(held.value), rows(held.lengths)}));
+    layers.push_back(
+        std::make_shared<StaticCache>(CacheTensors{rows(tensors.key), rows(tensors.value), rows(tensors.lengths)}));
   }
   return std::make_shared<ModelCache>(std::move(layers));
 }
@@ -127,10 +129,17 @@ struct Model {
   std::function<at::Tensor(const at::Tensor&)> head;  // [B, E] -> logits [B, V]
   // From now on sequence i is what index[i] was. The cache is not this function's.
   std::function<void(const at::Tensor& index)> pick_rows;
-  std::shared_ptr<const EmbeddingShare> share;  // of the embeddings, where several processes share the model
+  // The tokens of the process that chooses, where several share the model.
+  std::function<at::Tensor(const at::Tensor& tokens)> agreed;
   // The length past which all states change. A sequence that passes it fills the cache anew.
   std::optional<int64_t> switch_length = std::nullopt;
+  bool keeps_past = false;  // without a cache: states come after all ids before
 };
+
+std::function<at::Tensor(const at::Tensor&)> agreed_by(const std::shared_ptr<const EmbeddingShare>& share) {
+  if (!share) return {};
+  return [share](const at::Tensor& tokens) { return share->agreed(tokens); };
+}
 
 // The trained length of LongRoPE, past which it has other frequencies. The cached keys of deeper layers come from
 // states of the old ones. None for other models.
@@ -167,7 +176,7 @@ class Stepper {
   }
 
   at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
-    if (cache_ && !model_.switch_length) return of_new(tokens);
+    if ((cache_ && !model_.switch_length) || model_.keeps_past) return of_new(tokens);
     ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
     // Padding stands between a short prompt and its new tokens. So each new token goes where its row ends.
     if (ragged_) ids_.scatter_(1, lengths_.unsqueeze(1), tokens.unsqueeze(1));
@@ -218,7 +227,7 @@ at::Tensor answer(const Model& model, Stepper stepper, const at::Tensor& ids, co
   const auto state = [&](bool first) {
     // Nobody else sees the cache and the states, so autograd need not count in-place writes and views.
     std::optional<at::AutoDispatchBelowADInplaceOrView> quiet;
-    if (!options.model_cache()) quiet.emplace();
+    if (!options.model_cache() && !model.keeps_past) quiet.emplace();
     return first ? stepper.prompt() : stepper.next(tokens);
   };
   const auto logits = [&](bool first) {
@@ -230,7 +239,7 @@ at::Tensor answer(const Model& model, Stepper stepper, const at::Tensor& ids, co
   std::vector<at::Tensor> pieces{answers == 1 ? ids : ids.repeat_interleave(answers, 0)};
   for (int64_t step = 0; step < options.max_new_tokens(); ++step) {
     auto chosen = sample(logits(step == 0));
-    if (model.share) chosen = model.share->agreed(chosen);  // draws differ where the processes' generators do
+    if (model.agreed) chosen = model.agreed(chosen);  // draws differ where the processes' generators do
     tokens = step == 0 || options.stop_tokens().empty() ? chosen : at::where(stopped, tokens, chosen);
     pieces.push_back(tokens.unsqueeze(1));
     if (options.callback() && !options.callback()(tokens)) break;
@@ -255,7 +264,7 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
       },
       [&model](const at::Tensor& state) { return model.head(state); },
       [](const at::Tensor&) {},
-      model.model->embed_tokens->share,
+      agreed_by(model.model->embed_tokens->share),
       // A given cache may hold what came before the ids, which nobody could compute anew.
       options.model_cache() ? std::nullopt : switch_length_of(model.options),
   };
@@ -313,12 +322,12 @@ at::Tensor generate(EncoderDecoderImpl& model, const at::Tensor& source, const a
   auto context = model.encode(source, inputs.source_lens());
   auto source_lens = inputs.source_lens();
   const Model loop_model{
-      [&](const auto& new_ids, const auto& own_cache, const auto& valid) {
+      [&](const auto& new_ids, const auto& call_cache, const auto& valid) {
         return model.decode(context, new_ids,
                             EncoderDecoderInputs()
                                 .source_lens(source_lens)
                                 .target_lens(valid)
-                                .cache(own_cache)
+                                .cache(call_cache)
                                 .cross_cache(cross_cache));
       },
       head,
@@ -327,9 +336,24 @@ at::Tensor generate(EncoderDecoderImpl& model, const at::Tensor& source, const a
         context = context.index_select(0, index);
         if (source_lens) source_lens = source_lens->index_select(0, index);
       },
-      model.decoder->embed_tokens->share,
+      agreed_by(model.decoder->embed_tokens->share),
   };
   Stepper stepper(loop_model, cache, ids, lengths, options.lengths().has_value());
+  return answer(loop_model, std::move(stepper), ids, options);
+}
+
+at::Tensor generate(const GenerateSteps& steps, const at::Tensor& prompt, const GenerateOptions& options) {
+  const auto ids = checked_ids("ids", prompt);
+  check_loop(options);
+  const at::NoGradGuard no_grad;
+  const auto lengths = prompt_lengths(ids, options);
+  const Model loop_model{
+      .states = [&](const auto& new_ids, const auto&, const auto& valid) { return steps.states(new_ids, valid); },
+      .head = steps.head,
+      .pick_rows = steps.pick_rows,
+      .agreed = steps.agreed,
+      .keeps_past = true};
+  Stepper stepper(loop_model, nullptr, ids, lengths, options.lengths().has_value());
   return answer(loop_model, std::move(stepper), ids, options);
 }
 

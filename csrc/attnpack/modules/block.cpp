@@ -123,10 +123,10 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
 }
 
 at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInputs& inputs) {
-  const auto held = std::dynamic_pointer_cast<CrossCache>(inputs.cross_cache());
-  check_cross_cache(bool(held), bool(inputs.cross_cache()), bool(cross_attn));
+  const auto cross = std::dynamic_pointer_cast<CrossCache>(inputs.cross_cache());
+  check_cross_cache(bool(cross), bool(inputs.cross_cache()), bool(cross_attn));
   check_self_cache(bool(std::dynamic_pointer_cast<CrossCache>(inputs.cache())));
-  check_cross_attention(bool(cross_attn), inputs.context() || (held && held->filled()));
+  check_cross_attention(bool(cross_attn), inputs.context() || (cross && cross->filled()));
   check_input("x", x, self_attn->embed_dim(), {});
   if (inputs.context()) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
   const auto attend = [&](const at::Tensor& t) {

@@ -56,11 +56,11 @@ at::Tensor LayerInputTableImpl::forward(const at::Tensor& ids, const at::Tensor&
     return t.unflatten(-1, {options.num_layers(), options.input_dim()});
   };
   const auto projected = model_projection(embedding) / std::sqrt(static_cast<double>(options.embed_dim()));
-  const auto own = embed_tokens->look_up("ids", ids).to(embedding.scalar_type());  // stored rows come in fp32
+  const auto rows = embed_tokens->look_up("ids", ids).to(embedding.scalar_type());  // stored rows come in fp32
   // rounded to its dtype, as the factor on the embeddings
   const auto factor =
-      at::full({}, std::sqrt(static_cast<double>(options.input_dim())), own.options().requires_grad(false));
-  return (projection_norm(by_layer(projected)) + by_layer(own * factor)) * std::sqrt(0.5);
+      at::full({}, std::sqrt(static_cast<double>(options.input_dim())), rows.options().requires_grad(false));
+  return (projection_norm(by_layer(projected)) + by_layer(rows * factor)) * std::sqrt(0.5);
 }
 
 void LayerInputTableImpl::pretty_print(std::ostream& stream) const {

@@ -15,6 +15,7 @@ void RotaryEmbeddingImpl::reset() {
 at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& positions) {
   check_defined("x", x);
   ATTNPACK_CHECK(x.dim() == 4, "x: got shape ", x.sizes(), ", want [B, H, L, D]");
+  check_positions(positions, x);
   return rotate_at(x, settings, positions ? *positions : at::arange(x.size(2), x.options().dtype(at::kLong)));
 }
 

@@ -78,7 +78,7 @@ bool shares_memory(const at::Tensor& x, const StateDict& current) {
                      [memory = Memory(x)](const auto& item) { return memory.overlaps(Memory(item.second)); });
 }
 
-void check_own_elements(const std::string& name, const at::Tensor& x, const char* whose) {
+void check_distinct_elements(const std::string& name, const at::Tensor& x, const char* whose) {
   ATTNPACK_CHECK(at::has_internal_overlap(x) != at::MemOverlap::Yes, "state dict: ", whose, name, " has strides ",
                  x.strides(), " for shape ", x.sizes(),
                  ", want memory of its own for each element: call .contiguous() on what was expanded");
@@ -91,7 +91,7 @@ at::Tensor readable(const std::string& name, const at::Tensor& current, const at
                  current.device(), ": read it first");
   ATTNPACK_CHECK(!current.is_meta(), "state dict: the module's ", name,
                  " is on meta, where nothing can be copied to: use assign_state_dict");
-  check_own_elements(name, current, "the module's ");
+  check_distinct_elements(name, current, "the module's ");
   const bool plain = !at::isTensorSubclassLike(given) && (given.is_same(current) || !shares_memory(given, all));
   return plain ? given : at::empty_like(current).copy_(given);
 }
@@ -101,7 +101,7 @@ at::Tensor assignable(const std::string& name, const at::Tensor& current, const 
   ATTNPACK_CHECK(given.is_floating_point() || !current.is_floating_point() || is_stored(given), "state dict: got ",
                  name, " of dtype ", given.scalar_type(), ", want a floating one as ", current.scalar_type(),
                  ": convert it with .to()");
-  check_own_elements(name, given, "the given ");
+  check_distinct_elements(name, given, "the given ");
   if (is_stored(given)) return given;
   return given.requires_grad() == current.requires_grad() ? given
                                                           : given.detach().requires_grad_(current.requires_grad());
@@ -176,19 +176,20 @@ LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors
   struct Place {
     ParameterOwner* owner;
     std::string name;
-    const c10::TensorImpl* held;
+    const c10::TensorImpl* replaced;
   };
   std::vector<Place> places;
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> values;  // by what is held: one tensor may have several places
+  std::unordered_map<const c10::TensorImpl*, at::Tensor>
+      values;  // by what they replace: one tensor may have several places
   for (const auto& [name, tensor] : tensors) {
-    const auto held = current.find(name);
-    if (held == current.end()) continue;
+    const auto found = current.find(name);
+    if (found == current.end()) continue;
     const auto [owner, parameter] = owner_of(modules, name);
     ATTNPACK_CHECK(owner, "state dict: ", name, " belongs to a module that is not attnpack's; use load_state_dict");
-    places.push_back({owner, parameter, held->second.unsafeGetTensorImpl()});
-    values[places.back().held] = assignable(name, held->second, tensor);
+    places.push_back({owner, parameter, found->second.unsafeGetTensorImpl()});
+    values[places.back().replaced] = assignable(name, found->second, tensor);
   }
-  for (const auto& place : places) place.owner->assign_parameter(place.name, values.at(place.held));
+  for (const auto& place : places) place.owner->assign_parameter(place.name, values.at(place.replaced));
   return result;
 }
 

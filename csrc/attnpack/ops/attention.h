@@ -16,8 +16,8 @@ namespace attnpack {
 struct End {};
 using QOffset = std::variant<int64_t, at::Tensor, End>;
 
-// The options of the operator. The rules of ops/score_rules.h are options too: causal, window, softcap, sinks,
-// alibi_slopes, head_map, dropout_p, scale and query_scale. B: batch. Hq, Hkv: query heads and kv heads.
+// The options of the operator. All rules of ops/score_rules.h are options too, from causal to query_scale. B: batch.
+// Hq, Hkv: query heads and kv heads.
 struct AttentionOptions : WithScoreRules<AttentionOptions> {
   // bool (true = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
   TORCH_ARG(std::optional<at::Tensor>, mask);

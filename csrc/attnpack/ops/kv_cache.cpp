@@ -24,9 +24,9 @@ c10::SymInt longest_length(const Tensor& lengths, const c10::SymInt& capacity) {
   const Tensor read = lengths.cpu().contiguous();
   int64_t longest = 0;
   for (int64_t b = 0; b < read.numel(); ++b) {
-    const int64_t held = read.const_data_ptr<int64_t>()[b];
-    check_length(b, held, capacity.guard_int(__FILE__, __LINE__));
-    longest = std::max(longest, held);
+    const int64_t length = read.const_data_ptr<int64_t>()[b];
+    check_length(b, length, capacity.guard_int(__FILE__, __LINE__));
+    longest = std::max(longest, length);
   }
   return longest;
 }
@@ -40,9 +40,9 @@ Tensor copy_lengths(const Tensor& lengths) {
   return copy;
 }
 
-void check_length(int64_t b, int64_t held, int64_t capacity) {
-  ATTNPACK_CHECK(held >= 0 && held <= capacity, "the cache's lengths[", b, "] is ", held, ", wants 0 to its ", capacity,
-                 " positions: call reset() on the cache");
+void check_length(int64_t b, int64_t length, int64_t capacity) {
+  ATTNPACK_CHECK(length >= 0 && length <= capacity, "the cache's lengths[", b, "] is ", length, ", wants 0 to its ",
+                 capacity, " positions: call reset() on the cache");
 }
 
 void check_new_lens(const Tensor& new_lens, const c10::SymInt& batch, const char* name) {

@@ -60,8 +60,8 @@ c10::SymInt longest_length(const at::Tensor& lengths,     // [B] int64
 // A copy of lengths [B] int64. Each layer of each step makes some, so where they can be read no operator copies them.
 at::Tensor copy_lengths(const at::Tensor& lengths);
 
-// Raises unless sequence b of a cache with `capacity` positions can hold `held` of them.
-void check_length(int64_t b, int64_t held, int64_t capacity);
+// Raises unless sequence b of a cache with `capacity` positions can hold `length` of them.
+void check_length(int64_t b, int64_t length, int64_t capacity);
 
 // Raises unless new_lens, how many new tokens of each sequence are valid, is int32 or int64 [batch].
 void check_new_lens(const at::Tensor& new_lens, const c10::SymInt& batch, const char* name = "kv_lens");

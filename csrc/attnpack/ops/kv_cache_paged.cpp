@@ -80,27 +80,27 @@ PagedPlaces find_paged_places(const Tensor& key_pool, const Tensor& value_pool, 
   check_kv_cache_append_paged(key_pool, value_pool, block_table, lengths, key, value, new_lens, cu_seqlens);
   check_kv_cache_memory(key_pool, value_pool, lengths, key, value);
   const int64_t num_pages = key_pool.size(0), page_size = key_pool.size(1), most = block_table.size(1) * page_size;
-  const std::vector<int64_t> held = read_numbers(lengths);
+  const std::vector<int64_t> past = read_numbers(lengths);
   const std::vector<int64_t> numbers = cu_seqlens ? read_numbers(*cu_seqlens)
                                        : new_lens ? read_numbers(*new_lens)
-                                                  : std::vector<int64_t>(held.size(), key.size(2));
+                                                  : std::vector<int64_t>(past.size(), key.size(2));
   const Tensor table = block_table.cpu();
   PagedPlaces places;
   if (cu_seqlens)
     ATTNPACK_CHECK(numbers.front() == 0 && numbers.back() == key.size(0), "cu_seqlens goes from ", numbers.front(),
                    " to ", numbers.back(), ", wants 0 to ", key.size(0), ", the rows of key");
-  for (size_t b = 0; b < held.size(); ++b) {
+  for (size_t b = 0; b < past.size(); ++b) {
     const int64_t count = cu_seqlens ? numbers[b + 1] - numbers[b] : numbers[b];
     ATTNPACK_CHECK(!cu_seqlens || count >= 0, "cu_seqlens[", b + 1, "] is ", numbers[b] + count, " after ", numbers[b],
                    ", wants numbers that never fall");
     if (!cu_seqlens) check_new_len(static_cast<int64_t>(b), count, key.size(2), "new_lens");
-    ATTNPACK_CHECK(held[b] >= 0 && held[b] <= most, "lengths[", b, "] is ", held[b], ", wants 0 to ", most,
+    ATTNPACK_CHECK(past[b] >= 0 && past[b] <= most, "lengths[", b, "] is ", past[b], ", wants 0 to ", most,
                    ", the positions that a row of block_table holds");
-    ATTNPACK_CHECK(count <= most - held[b], "block_table is full: sequence ", b, " holds ", held[b], " of ", most,
+    ATTNPACK_CHECK(count <= most - past[b], "block_table is full: sequence ", b, " holds ", past[b], " of ", most,
                    " positions and ", count, " are to be appended: give it more pages");
     places.counts.push_back(count);
     for (int64_t done = 0, some; done < count; done += some) {
-      const int64_t position = held[b] + done, entry = position / page_size, row = position % page_size;
+      const int64_t position = past[b] + done, entry = position / page_size, row = position % page_size;
       const int64_t page = table.const_data_ptr<int32_t>()[b * table.stride(0) + entry * table.stride(1)];
       ATTNPACK_CHECK(page >= 0 && page < num_pages, "block_table[", b, ", ", entry, "] is ", page,
                      ", wants a page from 0 to ", num_pages - 1, ": position ", position, " is to be written there");
@@ -117,8 +117,8 @@ Tensor rows_in_pool(const Tensor& pool, const PageRun& run) {
 }
 
 Tensor new_rows(const Tensor& x, const PageRun& run) {
-  const Tensor own = x.dim() == 4 ? x.select(0, run.sequence).transpose(0, 1) : x;
-  return own.narrow(0, run.first, run.count);
+  const Tensor sequence_rows = x.dim() == 4 ? x.select(0, run.sequence).transpose(0, 1) : x;
+  return sequence_rows.narrow(0, run.first, run.count);
 }
 
 Tensor gather_pages(const Tensor& pool, const Tensor& block_table, const Tensor& lengths, const c10::SymInt& capacity) {

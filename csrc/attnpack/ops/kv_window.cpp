@@ -33,9 +33,9 @@ std::tuple<Tensor, Tensor> crop(const Tensor& lengths, const Tensor& dropped, Sy
   check_sequences(lengths, dropped);
   ATTNPACK_CHECK(n >= 0, "n is ", n, ", wants how many positions to keep, 0 or more");
   const int64_t kept = n.guard_int(__FILE__, __LINE__);
-  const Tensor held = lengths.cpu().contiguous(), gone = dropped.cpu().contiguous();
-  Tensor new_lengths = held.clone(), new_dropped = gone.clone();
-  for (int64_t b = 0; b < held.numel(); ++b) {
+  const Tensor old_lengths = lengths.cpu().contiguous(), gone = dropped.cpu().contiguous();
+  Tensor new_lengths = old_lengths.clone(), new_dropped = gone.clone();
+  for (int64_t b = 0; b < old_lengths.numel(); ++b) {
     int64_t& length = new_lengths.mutable_data_ptr<int64_t>()[b];
     int64_t& lost = new_dropped.mutable_data_ptr<int64_t>()[b];
     if (length <= kept) continue;

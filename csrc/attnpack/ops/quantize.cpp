@@ -39,8 +39,8 @@ Tensor packed_halves(const Tensor& codes, int64_t dim) {
   std::vector<Tensor> parts;
   for (int64_t begin = 0, block = 0; begin < dim; begin += kQuantizedBlock, ++block) {
     const int64_t count = std::min(kQuantizedBlock, dim - begin), half = half_of(count);
-    const Tensor own = codes.select(-2, block), low = own.narrow(-1, 0, half);
-    const Tensor high = at::cat({own.narrow(-1, half, count - half), own.narrow(-1, half - 1, 2 * half - count)}, -1);
+    const Tensor part = codes.select(-2, block), low = part.narrow(-1, 0, half);
+    const Tensor high = at::cat({part.narrow(-1, half, count - half), part.narrow(-1, half - 1, 2 * half - count)}, -1);
     parts.push_back(low + high * 16);
   }
   return at::cat(parts, -1);
@@ -50,9 +50,9 @@ Tensor unpacked_halves(const Tensor& bytes, int64_t dim) {
   std::vector<Tensor> parts;
   for (int64_t begin = 0; begin < dim; begin += kQuantizedBlock) {
     const int64_t count = std::min(kQuantizedBlock, dim - begin), half = half_of(count);
-    const Tensor own = bytes.narrow(-1, begin / 2, half);
-    parts.push_back(at::bitwise_and(own, 15));
-    parts.push_back(at::bitwise_right_shift(own.narrow(-1, 0, count - half), 4));
+    const Tensor part = bytes.narrow(-1, begin / 2, half);
+    parts.push_back(at::bitwise_and(part, 15));
+    parts.push_back(at::bitwise_right_shift(part.narrow(-1, 0, count - half), 4));
   }
   return at::cat(parts, -1);
 }

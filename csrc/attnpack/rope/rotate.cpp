@@ -33,15 +33,18 @@ Tensor rotate_by(const Tensor& x, const RopeSettings& rope, const Table& table) 
 
 }  // namespace
 
-void check_positions(const std::optional<Tensor>& positions, const Tensor& query) {
+void check_positions(const std::optional<Tensor>& positions, const c10::SymInt& batch, const c10::SymInt& length) {
   if (!positions) return;
   const Tensor& p = *positions;
   check_defined("positions", p);
-  const auto length = query.sym_size(2);
-  const bool by_sequence = p.dim() == 2 && (p.sym_size(0) == query.sym_size(0) || p.sym_size(0) == 1);
+  const bool by_sequence = p.dim() == 2 && (p.sym_size(0) == batch || p.sym_size(0) == 1);
   ATTNPACK_CHECK(p.scalar_type() == at::kLong && (p.dim() == 1 || by_sequence) && p.sym_size(-1) == length,
                  "positions has shape ", p.sym_sizes(), " and dtype ", p.scalar_type(),
                  ", wants int64 [length] or [batch, length] with length ", length, ": one number for each new token");
+}
+
+void check_positions(const std::optional<Tensor>& positions, const Tensor& query) {
+  if (positions) check_positions(positions, query.sym_size(0), query.sym_size(2));
 }
 
 Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positions,

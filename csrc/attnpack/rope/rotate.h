@@ -15,7 +15,9 @@ namespace attnpack {
 at::Tensor rotate_at(const at::Tensor& x, const RopeSettings& rope, const at::Tensor& positions,
                      const std::optional<at::Tensor>& lengths = std::nullopt);
 
-// Raises unless positions, if given, are int64 [L] or [B, L] for query [B, H, L, D].
+// Raises unless positions, if given, are int64 [length] or [batch, length].
+void check_positions(const std::optional<at::Tensor>& positions, const c10::SymInt& batch, const c10::SymInt& length);
+// Those of query [B, H, L, D].
 void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& query);
 
 // Where the new tokens of a layer stand.

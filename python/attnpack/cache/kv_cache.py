@@ -34,7 +34,21 @@ class KVCache:
     _tensors: list[Tensor]
     """The tensors of the native cache. `lengths` is the first. Only the native cache knows the others: ask `_part`."""
     _numbers: list[int]
-    """The numbers that the native cache keeps beside its tensors."""
+    """The numbers that the native cache keeps beside its tensors, in its order. Pickles hold them by name."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        names = _C.cpp.cache_number_names(self._kind)
+        return state | {"_numbers": dict(zip(names, state["_numbers"], strict=True))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given, names = state["_numbers"], _C.cpp.cache_number_names(self._kind)
+        if not isinstance(given, dict) or given.keys() != set(names):
+            raise ValueError(
+                f"attnpack: state: got the numbers {given} of a {self._kind}, want {', '.join(names) or 'none'}: it is "
+                "of another release of attnpack; fill a new cache"
+            )
+        self.__dict__ |= state | {"_numbers": [given[name] for name in names]}
 
     def _call_rule(self, rule: str, *arguments: Any) -> Any:
         return _native("cache_" + rule)(self._kind, self._tensors, self._numbers, *arguments)

@@ -97,8 +97,8 @@ class LatentCache(DynamicCache):
         latents = torch.cat([c, k_rope], -1).detach()
         if latents.size(2) == 0:
             return cache
-        keys, held = cache.reserve_latents(latents, c.size(-1))
+        keys, cache_lengths = cache.reserve_latents(latents, c.size(-1))
         keys.copy_(latents)
-        held.copy_(torch.full_like(held, c.size(2)) if lengths is None else lengths)
+        cache_lengths.copy_(torch.full_like(cache_lengths, c.size(2)) if lengths is None else lengths)
         cache.commit(c.size(2), lengths)
         return cache

@@ -65,7 +65,7 @@ class PagedCache(KVCache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Counts the pages of a copy anew: the other caches of the pool are not in it."""
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._change("clone")
 
     def fork(self, index: Tensor | Sequence[int]) -> PagedCache:

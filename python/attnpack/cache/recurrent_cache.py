@@ -41,10 +41,10 @@ class RecurrentCache(KVCache):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(conv_state, state) for a call with `batch` sequences of states of these shapes, empty for a part that the
         layer does not have; None for a part that is not there yet. A ValueError if the cache holds other shapes."""
-        held = self._call_rule("states", batch, list(conv_shape), list(state_shape))
-        if not held:
+        stored = self._call_rule("states", batch, list(conv_shape), list(state_shape))
+        if not stored:
             return None, None
-        return held[0] if conv_shape else None, held[-1] if state_shape else None
+        return stored[0] if conv_shape else None, stored[-1] if state_shape else None
 
     def advance(
         self, conv_state: Tensor | None, state: Tensor | None, new_len: int, new_lens: Tensor | None = None

@@ -77,9 +77,9 @@ def _extra_tokens(settings: dict[str, Any]) -> list[Any]:
 
 
 def _old_tokens(ids: dict[str, Any], backend: Any, special: set[str]) -> dict[int, Any]:
-    held = backend.get_added_tokens_decoder()
-    texts = {str(token) for token in held.values()}
-    return held | {
+    present = backend.get_added_tokens_decoder()
+    texts = {str(token) for token in present.values()}
+    return present | {
         int(number): _added_token({"content": text, "special": text in special, "normalized": text not in special})
         for text, number in ids.items()
         if text not in texts
@@ -89,14 +89,14 @@ def _old_tokens(ids: dict[str, Any], backend: Any, special: set[str]) -> dict[in
 def _add_declared(source: Path, backend: Any, declared: dict[int, Any], special: set[str]) -> None:
     """Adds tokens by their ids, or changes how they are found. The package numbers new ones one after the other,
     whatever the file says."""
-    held = {str(token): repr(token) for token in backend.get_added_tokens_decoder().values()}
+    present = {str(token): repr(token) for token in backend.get_added_tokens_decoder().values()}
     for token in declared.values():
         token.special = token.special or str(token) in special
-    changed = {n: token for n, token in sorted(declared.items()) if held.get(str(token)) != repr(token)}
+    changed = {n: token for n, token in sorted(declared.items()) if present.get(str(token)) != repr(token)}
     backend.add_tokens(list(changed.values()))
     for number, token in changed.items():
         given = backend.token_to_id(str(token))
-        if given != number and str(token) not in held:
+        if given != number and str(token) not in present:
             raise ValueError(
                 f"{source}: gives the token {excerpt(repr(str(token)))} the id {number}, but after those of "
                 f"tokenizer.json it gets {given}; save it again with transformers (tokenizer.save_pretrained)"
@@ -104,6 +104,6 @@ def _add_declared(source: Path, backend: Any, declared: dict[int, Any], special:
 
 
 def _add_special(backend: Any, tokens: Iterable[Any]) -> None:
-    held = {str(token) for token in backend.get_added_tokens_decoder().values()}
-    new = {str(token): token for token in tokens if str(token) not in held}
+    present = {str(token) for token in backend.get_added_tokens_decoder().values()}
+    new = {str(token): token for token in tokens if str(token) not in present}
     backend.add_tokens(list(new.values()))

@@ -152,13 +152,13 @@ def layer_weights(module: GroupedQueryAttention) -> LayerWeights:
     return LayerWeights(q.weight, k.weight, v.weight, o.weight, q.bias, k.bias, v.bias)
 
 
-def convert_layer(function: Callable[..., Any], layer: Any, own_rope: bool = False, **arguments: Any) -> Any:
+def convert_layer(function: Callable[..., Any], layer: Any, makes_rope: bool = False, **arguments: Any) -> Any:
     """Calls a conversion of _C.convert. A Python layer goes there as its twin, and the result comes back as a Python
     module, with the layer's norms of queries and keys, and its RoPE unless the result has one of its own."""
     if isinstance(layer, CPP_KINDS):
         return function(module=layer, **arguments)
     made = NativeModule.from_cpp(function(module=_twin_of(layer), **arguments))
-    if not own_rope:
+    if not makes_rope:
         made.rope = copy.deepcopy(layer.rope)
     if layer.k_norm is not None:
         made.q_norm, made.k_norm = copy.deepcopy((layer.q_norm, layer.k_norm))

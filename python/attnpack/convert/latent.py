@@ -98,7 +98,7 @@ def to_mla(
     if isinstance(module, GroupedQueryAttention) and module.rope is not None:
         module.rope.cpp()  # refuses numbers that are not those of its settings: C++ would factorise with others
     settings = {"kv_lora_rank": kv_lora_rank, "calibration": rows, "length": length, "rope_dim": rope_dim}
-    made = convert_layer(_C.convert.to_mla, module, own_rope=rope_dim is not None, **settings)
+    made = convert_layer(_C.convert.to_mla, module, makes_rope=rope_dim is not None, **settings)
     if isinstance(made, MultiHeadLatentAttention):
         made.conversion_error = None if texts[0] is None else layer_error(module, made, *texts)
     return made

@@ -30,12 +30,12 @@ def quantize_(
     _check(bits, exact_first, exact_last, head_bits)
     chosen = {name: bits for name in storable_layers(model)}
     for path, child in model.named_modules(remove_duplicate=False):
-        own = path.rpartition(".")[2]
+        leaf = path.rpartition(".")[2]
         if isinstance(child, nn.Embedding) and not _is_tied(model, path):
             chosen.pop(path, None)
-        elif own in ("lm_head", "embed_tokens") and head_bits is not None and path in chosen:
+        elif leaf in ("lm_head", "embed_tokens") and head_bits is not None and path in chosen:
             chosen[path] = head_bits
-        if isinstance(child, nn.ModuleList) and own == "layers":
+        if isinstance(child, nn.ModuleList) and leaf == "layers":
             exact = [i for i in range(len(child)) if i < exact_first or i >= len(child) - exact_last]
             kept = tuple(f"{path}.{i}." for i in exact)
             chosen = {name: width for name, width in chosen.items() if not name.startswith(kept)} if kept else chosen

@@ -19,6 +19,10 @@ class SplitRules(signatures.Rules, total=False):
     kv_lens: Tensor | None
 
 
+_KEYWORDS = frozenset(SplitRules.__annotations__)
+_REFUSED = frozenset({"mask", "q_offset", "key_index", "key_block"})  # in words of C++, at which a graph stops
+
+
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False,
               group: Group = None, method: str = "allgather", layout: str = "contiguous",
@@ -31,7 +35,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool,
               group: Group = None, method: str = "allgather", layout: str = "contiguous",
               **rules: Unpack[SplitRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@signatures.spelled_out(SplitRules)
+@signatures.spelled_out(SplitRules, torch.ops.attnpack.context_attention)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -69,7 +73,9 @@ def attention(
     """
     _check_kinds(query=query, key=key, value=value)
     place = (as_group(group).group_name, method, layout)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        ops.check_keywords("attention", rules, _KEYWORDS | _REFUSED)
+    if not torch.compiler.is_compiling() or any(name in _REFUSED for name in rules):
         return _C.distributed.attention(query, key, value, *place, return_lse, rules)
     query, flat = ops.flat_rules(query, rules)
     out, lse = torch.ops.attnpack.context_attention(query, key, value, *place, **flat)

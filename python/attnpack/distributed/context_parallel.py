@@ -38,28 +38,26 @@ def context_parallel(group: Group = None, *, method: str = "allgather", layout: 
         yield
 
 
-def refuse_inputs(module: nn.Module, place: str, **given: Any) -> None:
+def refuse_inputs(
+    module: nn.Module,
+    place: str,
+    mask: Tensor | None = None,
+    need_weights: bool = False,
+    cache: Any = None,
+    cross: bool = False,
+) -> None:
     """Raises for inputs and settings of a module that are not supported over several processes."""
-    why = {
-        "mask": "each rank would need its part of it: use causal, window or kv_lens",
-        "need_weights": "no rank has all scores: ask one process for them",
-        "cache": "prefill and decode with attnpack.distributed.ShardedCache, outside",
-        "cross": "a ShardedCache holds only keys of self-attention: use a CrossCache",
-    }
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise ValueError(f"attnpack: {name}: got one {place}, which is not supported; {why[name]}")
-    if module.training and module.dropout:
-        raise ValueError(
-            f"attnpack: dropout: got {module.dropout} in training {place}, which is not supported: each rank would "
-            "draw other numbers than one process; set it to 0, or call eval()"
-        )
-    rope = module.rope
-    if rope is not None and (rope.growth or rope.long_inv_freq):
-        raise ValueError(
-            f"attnpack: rope: got frequencies that follow the length {place}, which is not supported: use another "
-            "scaling"
-        )
+    rope, dropout = module.rope, module.dropout if module.training else 0.0
+    by_length = rope is not None and bool(rope.growth or rope.long_inv_freq)
+    given = (mask is not None, bool(need_weights), cache is not None, cross, dropout, by_length)
+    if any(given):  # else nothing is called, because graphs stop at it
+        _C.checks.single_process_inputs(*given, place)
+
+
+def check_part_positions(positions: Tensor | None, query: Tensor) -> None:
+    """Raises unless positions, if given, are those of the rows of query [B, H, L, D]."""
+    if positions is not None and (not torch.compiler.is_compiling() or positions.size(-1) != query.size(2)):
+        _C.checks.part_positions(positions, query.size(2))
 
 
 def settings_of(module: nn.Module, query: Tensor) -> dict[str, Any]:
@@ -128,6 +126,7 @@ class ContextParallel(ShardedAttention):
     def _places(self, query: Tensor, kv_len: int, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Positions of the queries and of the keys of this rank; those of self-attention may be given."""
         given = inputs["positions"]
+        check_part_positions(given, query)
         rows = self.positions(query.size(2), query.device) if given is None else given
         keys = self.positions(kv_len, query.device) if inputs["cross"] else rows
         return rows, keys

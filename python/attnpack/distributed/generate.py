@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _C
 from ..cache import DynamicCache, LatentCache, ModelCache, StaticCache
-from ..errors import check_ids, check_lengths, check_size
+from ..errors import check_ids
 from ..nn.attention import MultiHeadLatentAttention
 from ..nn.causal_lm import CausalLM
 from ..nn.linear import linear
@@ -28,12 +28,12 @@ from .units import gather_last
 def generate(model: CausalLM, ids: Tensor, *, cache: str | ModelCache, **arguments: Any) -> Tensor:
     """As `CausalLM.generate`, on every rank: the same tokens. The callback must answer alike on all of them."""
     groups = _groups_of(model, cache)
-    layers = [layer.self_attn for layer in model.layers]
+    kv_cache = _cache_of([layer.self_attn for layer in model.layers], cache, ids, groups, arguments)
 
-    def logits_of(tokens: Tensor, held: ModelCache, lengths: Tensor | None) -> Tensor:
-        return _last(model(tokens, cache=held, lengths=lengths), lengths)
+    def logits_of(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+        return model(tokens, cache=kv_cache, lengths=lengths)
 
-    return _answer(logits_of, layers, groups, ids, cache=cache, **arguments)
+    return _answer(logits_of, lambda logits: logits, kv_cache.reorder, groups, ids, **arguments)
 
 
 @torch.no_grad()
@@ -45,35 +45,24 @@ def generate_from_source(
     head: Callable[[Tensor], Tensor] | None,
     source_lens: Tensor | None,
     cache: str | ModelCache,
-    num_return_sequences: int,
     **arguments: Any,
 ) -> Tensor:
     """As `EncoderDecoder.generate`, on every rank: the same tokens."""
     groups = _groups_of(model, cache)
-    layers = [layer.self_attn for layer in model.decoder.layers]
-    head = head or _products_with_embedding(model.decoder)
+    kv_cache = _cache_of([layer.self_attn for layer in model.decoder.layers], cache, target, groups, arguments)
     cross = model.new_cross_cache()
     lens = source_lens
 
-    def logits_of(tokens: Tensor, held: ModelCache, lengths: Tensor | None) -> Tensor:
+    def states_of(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+        return model(source, tokens, source_lens=lens, target_lens=lengths, cache=kv_cache, cross_cache=cross)
+
+    def pick_rows(index: Tensor) -> None:
         nonlocal lens
-        first = not len(cross)
-        states = model(source, tokens, source_lens=lens, target_lens=lengths, cache=held, cross_cache=cross)
-        if first and num_return_sequences > 1:
-            rows = torch.arange(len(source), device=source.device).repeat_interleave(num_return_sequences)
-            cross.reorder(rows)
-            lens = None if lens is None else lens[rows]
-        return head(_last(states, lengths))
+        kv_cache.reorder(index)
+        cross.reorder(index)
+        lens = None if lens is None else lens[index]
 
-    arguments["num_return_sequences"] = num_return_sequences
-    return _answer(logits_of, layers, groups, target, cache=cache, **arguments)
-
-
-def _last(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Row lengths[b] - 1 of x [B, L, N], or the last row: [B, N]."""
-    if lengths is None:
-        return x[:, -1]
-    return x[torch.arange(len(x), device=x.device), lengths.to(x.device) - 1]
+    return _answer(states_of, head or _products_with_embedding(model.decoder), pick_rows, groups, target, **arguments)
 
 
 def _products_with_embedding(decoder: Decoder) -> Callable[[Tensor], Tensor]:
@@ -91,72 +80,28 @@ def _products_with_embedding(decoder: Decoder) -> Callable[[Tensor], Tensor]:
 
 
 def _answer(
-    logits_of: Callable[[Tensor, ModelCache, Tensor | None], Tensor],
-    layers: Sequence[nn.Module],
+    states: Callable[[Tensor, Tensor | None], Tensor],
+    head: Callable[[Tensor], Tensor],
+    pick_rows: Callable[[Tensor], None],
     groups: Sequence[dist.ProcessGroup],
     ids: Tensor,
     *,
-    max_new_tokens: int,
-    cache: str | ModelCache,
-    num_return_sequences: int = 1,
-    lengths: Tensor | None = None,
     stop_tokens: int | Iterable[int] = (),
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    callback: Callable[[Tensor], bool | None] | None = None,
+    **arguments: Any,
 ) -> Tensor:
-    """The loop. `logits_of` gives the logits [B, V] after the last valid one of the tokens [B, L]."""
-    check_ids("ids", ids)
-    check_lengths("lengths", lengths, ids)
-    check_size("num_return_sequences", num_return_sequences)
+    """The loop of C++, with the tokens that the first rank of each group chooses: draws differ where their generators
+    do. The functions are those of GenerateSteps in csrc/attnpack/models/detail/."""
     ends = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
-    stops = torch.tensor(ends, device=ids.device)
+    shared = {name: arguments[name] for name in ("max_new_tokens", "num_return_sequences") if name in arguments}
     for group in groups:
-        agree(
-            "generate",
-            group,
-            ids.device,
-            ids=ids,
-            numbers=Numbers(ids),
-            max_new_tokens=max_new_tokens,
-            num_return_sequences=num_return_sequences,
-            stop_tokens=ends,
-        )
-    held = cache if isinstance(cache, ModelCache) else _make_cache(layers, cache, ids, max_new_tokens, groups[0])
-    choose = _C.cpp.Sampler(temperature, top_k, top_p, seed)
+        agree("generate", group, ids.device, ids=ids, numbers=Numbers(ids), **shared, stop_tokens=ends)
 
-    rows = torch.arange(ids.size(0), device=ids.device).repeat_interleave(num_return_sequences)
-    pieces = [ids.long()[rows]]
-    stopped = torch.zeros(len(rows), dtype=torch.bool, device=ids.device)
-    tokens = None
-    for step in range(max_new_tokens):
-        if step == 0:
-            logits = logits_of(ids, held, lengths)[rows]
-            if num_return_sequences > 1:
-                held.reorder(rows)
-        else:
-            logits = logits_of(tokens.unsqueeze(1), held, None)
-        chosen = _chosen(choose, logits, groups)
-        tokens = chosen if step == 0 else torch.where(stopped, tokens, chosen)
-        pieces.append(tokens.unsqueeze(1))
-        if callback is not None and callback(tokens) is False:
-            break
-        stopped |= torch.isin(tokens, stops)
-        if len(stops) and stopped.all():
-            break
-    return torch.cat(pieces, 1)
+    def agreed(tokens: Tensor) -> Tensor:
+        for group in groups:
+            tokens = from_first(tokens, group)
+        return tokens
 
-
-def _chosen(choose: Callable[[Tensor], Tensor], logits: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The tokens that the first rank of each group chooses, on all ranks: draws differ where their generators do."""
-    tokens = torch.empty(logits.size(0), dtype=torch.int64, device=logits.device)
-    if all(group.rank() == 0 for group in groups):
-        tokens = choose(logits)
-    for group in groups:
-        tokens = from_first(tokens, group)
-    return tokens
+    return _C.cpp.generate_by(states, head, pick_rows, agreed, ids, stop_tokens=ends, **arguments)
 
 
 def _groups_of(model: CausalLM | EncoderDecoder, cache: str | ModelCache) -> list[dist.ProcessGroup]:
@@ -175,24 +120,32 @@ def _groups_of(model: CausalLM | EncoderDecoder, cache: str | ModelCache) -> lis
     return groups
 
 
-def _make_cache(
-    layers: Sequence[nn.Module], name: str, ids: Tensor, max_new_tokens: int, group: dist.ProcessGroup
+def _cache_of(
+    layers: Sequence[nn.Module],
+    cache: str | ModelCache,
+    ids: Tensor,
+    groups: Sequence[dist.ProcessGroup],
+    arguments: dict[str, Any],
 ) -> ModelCache:
-    """A cache of this rank's heads for each of the layers' attention."""
-    if name not in ("dynamic", "static"):
+    """The given cache, or one of this rank's heads for each of the layers' attention."""
+    check_ids("ids", ids)
+    if isinstance(cache, ModelCache):
+        return cache
+    if cache not in ("dynamic", "static"):
         raise ValueError(
-            f"attnpack: cache: got {name!r} for a model that several processes share, want 'dynamic', 'static' or a "
+            f"attnpack: cache: got {cache!r} for a model that several processes share, want 'dynamic', 'static' or a "
             "ModelCache of this rank's kv heads"
         )
-    made = []
+    made, group = [], groups[0]
     for attention in layers:
         latent = isinstance(attention, MultiHeadLatentAttention)
-        if name == "dynamic":
+        if cache == "dynamic":
             made.append(LatentCache() if latent else DynamicCache())
             continue
         weight = next(attention.parameters())
         kv_heads = 1 if latent else plan_of(attention, group.size(), group.rank()).settings["num_kv_heads"]
         width = attention.kv_lora_rank + attention.qk_rope_head_dim if latent else attention.head_dim
         sizes = {"v_head_dim": 0 if latent else None, "dtype": weight.dtype, "device": weight.device}
-        made.append(StaticCache(ids.size(0), kv_heads, ids.size(1) + max_new_tokens, width, **sizes))
+        room = ids.size(1) + arguments["max_new_tokens"]
+        made.append(StaticCache(ids.size(0), kv_heads, room, width, **sizes))
     return ModelCache(made)

@@ -65,11 +65,11 @@ def _place(value: Any, placement: Placement) -> Placement | None:
 def _check_stays(op: torch._ops.OpOverload, given: Given, written: list[str], ways: list[dict[str, Placement]]) -> None:
     """Raises unless there is, on every dim of the mesh, a way that leaves the tensors where they are that the op writes
     into: torch would let it write into moved copies."""
-    held = {name: given[name].placements for name in written if _is_tensor(given[name])}
-    for dim in range(len(next(iter(held.values()), ()))):
-        if not any(all(p[dim] == places.get(n, Replicate()) for n, p in held.items()) for places in ways):
+    placed = {name: given[name].placements for name in written if _is_tensor(given[name])}
+    for dim in range(len(next(iter(placed.values()), ()))):
+        if not any(all(p[dim] == places.get(n, Replicate()) for n, p in placed.items()) for places in ways):
             raise ValueError(
-                f"attnpack: {op}: got the tensors that it writes into placed as {held}, want all of them replicated, "
+                f"attnpack: {op}: got the tensors that it writes into placed as {placed}, want all of them replicated, "
                 "or shared alike by batch or by heads that divide: give them such placements"
             )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache import DynamicCache, KVCache, LatentCache, StaticCache
-from ..errors import wrong_kind
+from ..errors import check_positions, wrong_kind
 from ..nn.linear import plain_weight
 from ..nn.sharded_attention import ShardedAttention
 from .agreement import agree
@@ -121,8 +121,8 @@ class ShardedCache(KVCache, ShardedAttention):
         with self.inner.rollback_on_error():
             local, lens = self._local(past, new, key, value)
             room = self.inner.reserve(*local, lens)
-            held = self._append(room.key, room.value, room.lengths, local, lens)
-            out = self._joined(query, *held, past, causal=inputs["causal"], **settings)
+            stored = self._append(room.key, room.value, room.lengths, local, lens)
+            out = self._joined(query, *stored, past, causal=inputs["causal"], **settings)
             self._total_lengths = past + new
         return out.transpose(1, 2).flatten(2)
 
@@ -137,7 +137,7 @@ class ShardedCache(KVCache, ShardedAttention):
         with self.inner.rollback_on_error():
             local, lens = self._local(past, new, latents, latents[..., :0])
             keys, lengths = self.inner.reserve_latents(local[0], width)
-            held, _ = self._append(keys, keys[..., :0], lengths, local, lens)
+            stored, _ = self._append(keys, keys[..., :0], lengths, local, lens)
             settings = {"causal": inputs["causal"], "scale": module.softmax_scale}
             weight = None if module.folded else plain_weight(module.kv_b_proj)
             if weight is not None and query.size(2) == 1:
@@ -145,9 +145,9 @@ class ShardedCache(KVCache, ShardedAttention):
                 up_keys, up_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
                 plain, rotating = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
                 query = torch.cat([plain @ up_keys, rotating], -1)
-                out = self._joined(query, held, held[..., :width], past, **settings) @ up_values.transpose(1, 2)
+                out = self._joined(query, stored, stored[..., :width], past, **settings) @ up_values.transpose(1, 2)
             else:
-                out = self._joined(query, *expand(module, held, query.size(1)), past, **settings)
+                out = self._joined(query, *expand(module, stored, query.size(1)), past, **settings)
             self._total_lengths = past + new
         return out.transpose(1, 2).flatten(2)
 
@@ -188,6 +188,7 @@ class ShardedCache(KVCache, ShardedAttention):
 
     def _places(self, past: Tensor, query: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Positions of the new tokens, [B, L], for RoPE."""
+        check_positions(inputs["positions"], query)
         if inputs["positions"] is not None:
             return inputs["positions"]
         return past.unsqueeze(1) + torch.arange(query.size(2), device=query.device)

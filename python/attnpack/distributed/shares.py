@@ -7,7 +7,6 @@ the heads that its query heads read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,95 +45,48 @@ class Plan:
     num_heads: int = 0
 
 
+_KINDS = (GroupedQueryAttention, MultiHeadLatentAttention, FeedForward)
+
+
 def plan_of(module: nn.Module, ranks: int, rank: int) -> Plan | None:
     """The plan of a module that has shares; None for one that every rank runs whole.
 
-    Raises ValueError if it cannot be shared.
+    Raises ValueError if it cannot be shared. Which part of which parameter a rank has is a list of C++.
     """
-    for kind, plan in _PLANS.items():
-        if isinstance(module, kind):
-            made = plan(module, ranks, rank)
-            for name in dict(module.named_parameters()):
-                if name not in made.parameters:
-                    raise ValueError(
-                        f"attnpack: {type(module).__name__} has a parameter {name!r}, which tensor_parallel "
-                        "does not know how to shard: call it before layers are wrapped, or leave this module out"
-                    )
-            return made
-    return None
+    kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
+    if kind is None:
+        return None
+    owner, names = type(module).__name__, [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    shares = {
+        "outputs": Share(COLUMNS),
+        "inputs": Share(ROWS),
+        "added": Share(added_last=True),
+        "whole": Share(summed=True),
+    }
+    heads, settings = None, {}
+    if kind is not FeedForward:
+        _C.distributed.check_heads(owner, module.num_heads, ranks)
+        heads = range(*_C.distributed.share_of(module.num_heads, ranks, rank))
+        settings["num_heads"] = len(heads)
+    if kind is GroupedQueryAttention:
+        shares["keys"], of_heads = _keys_and_settings(module, heads, ranks)
+        settings |= of_heads
+    parts = _C.distributed.parts_of(kind.__name__, owner, names)
+    parameters = {name: shares[part] for name, part in zip(names, parts, strict=True)}
+    return Plan(parameters, settings, heads, 0 if heads is None else module.num_heads)
 
 
-def _linear(name: str, weight: Share, bias: Share | None = None) -> dict[str, Share]:
-    return {f"{name}.weight": weight, f"{name}.bias": weight if bias is None else bias}
-
-
-def _joined(name: str) -> dict[str, Share]:
-    return _linear(name, Share(ROWS), Share(added_last=True))
-
-
-def _low_rank_queries() -> dict[str, Share]:
-    whole = Share(summed=True)
-    return _linear("q_a_proj", whole) | {"q_a_layernorm.weight": whole} | _linear("q_b_proj", Share(COLUMNS))
-
-
-def _heads_of_rank(module: nn.Module, ranks: int, rank: int) -> range:
-    if module.num_heads % ranks:
-        raise ValueError(
-            f"attnpack: num_heads: got {module.num_heads} heads of {type(module).__name__} for {ranks} ranks, want a "
-            "number that the ranks divide: take a mesh of fewer ranks"
-        )
-    return range(*_C.distributed.share_of(module.num_heads, ranks, rank))
-
-
-def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
-    heads, dim, kv_heads = _heads_of_rank(module, ranks, rank), module.head_dim, module.num_kv_heads
-    if getattr(module.q_norm, "dim", dim) != dim:
-        raise ValueError(
-            f"attnpack: qk_norm: got a norm over all {module.num_heads} heads, of which a rank has a share, want one "
-            "over head_dim: share this model's batch or sequences instead (FSDP2, context_parallel)"
-        )
-    read, own_map = _C.distributed.kv_heads_of(heads.start, heads.stop, module.num_heads, kv_heads, module.head_map)
+def _keys_and_settings(module: GroupedQueryAttention, heads: range, ranks: int) -> tuple[Share, dict[str, Any]]:
+    """The share of k_proj and v_proj, and the module's attributes for this rank's heads."""
+    dim, kv_heads = module.head_dim, module.num_kv_heads
+    _C.distributed.check_norm_of_heads(getattr(module.q_norm, "dim", dim) != dim, module.num_heads)
+    read, local_map = _C.distributed.kv_heads_of(heads.start, heads.stop, module.num_heads, kv_heads, module.head_map)
     if module.head_map is None and kv_heads % ranks == 0:
-        kv = Share(COLUMNS)
+        keys = Share(COLUMNS)
     else:
-        kv = Share(summed=True, rows=tuple(head * dim + i for head in read for i in range(dim)))
-    return Plan(
-        _linear("q_proj", Share(COLUMNS))
-        | _low_rank_queries()
-        | _linear("gate_proj", Share(COLUMNS))
-        | _linear("k_proj", kv)
-        | _linear("v_proj", kv)
-        | _joined("o_proj")
-        | {"sinks": Share(COLUMNS), "q_norm.weight": Share(summed=True), "k_norm.weight": Share(summed=True)},
-        {
-            "num_heads": len(heads),
-            "num_kv_heads": len(read),
-            "head_map": own_map,
-            "_slopes": module._slopes[heads.start : heads.stop],
-        },
-        heads,
-        module.num_heads,
-    )
-
-
-def _latent(module: MultiHeadLatentAttention, ranks: int, rank: int) -> Plan:
-    heads, whole = _heads_of_rank(module, ranks, rank), Share(summed=True)
-    shares = _linear("q_proj", Share(COLUMNS)) | _low_rank_queries() | _linear("gate_proj", Share(COLUMNS))
-    shares |= _linear("kv_b_proj", Share(COLUMNS)) | _joined("o_proj") | _linear("kv_a_proj_with_mqa", whole)
-    shares["kv_a_layernorm.weight"] = whole
-    return Plan(shares, {"num_heads": len(heads)}, heads, module.num_heads)
-
-
-def _feed_forward(module: FeedForward, ranks: int, rank: int) -> Plan:
-    columns = Share(COLUMNS)
-    return Plan(_linear("gate_proj", columns) | _linear("up_proj", columns) | _joined("down_proj"))
-
-
-_PLANS: dict[type, Callable[[Any, int, int], Plan]] = {
-    GroupedQueryAttention: _grouped,
-    MultiHeadLatentAttention: _latent,
-    FeedForward: _feed_forward,
-}
+        keys = Share(summed=True, rows=tuple(head * dim + i for head in read for i in range(dim)))
+    slopes = module._slopes[heads.start : heads.stop]
+    return keys, {"num_kv_heads": len(read), "head_map": local_map, "_slopes": slopes}
 
 
 def rows_of(size: int, ranks: int, rank: int) -> range:

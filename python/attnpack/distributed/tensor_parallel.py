@@ -76,8 +76,8 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
     for _, unit, name, parameter, share in list(_parameters(found)):
         if parameter not in made:
             made[parameter] = _distributed(parameter, share, mesh)
-        owner, _, own_name = name.rpartition(".")
-        unit.get_submodule(owner)._parameters[own_name] = made[parameter]
+        owner, _, leaf = name.rpartition(".")
+        unit.get_submodule(owner)._parameters[leaf] = made[parameter]
     for _, unit, kind, shares in found:
         kind(unit, shares, group)
     module.register_load_state_dict_pre_hook(_share_loaded)

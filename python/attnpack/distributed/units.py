@@ -35,11 +35,11 @@ class Unit:
         changed: list[tuple[nn.Module, str, Any]] = []
         self._swapped.append(changed)
         for name, share in self.parameters.items():
-            owner, own_name = _owner(module, name)
-            parameter = None if owner is None else owner._parameters.get(own_name)
+            owner, leaf = _owner(module, name)
+            parameter = None if owner is None else owner._parameters.get(leaf)
             if parameter is not None and not (self._is_gathered_later(parameter) and self._skips(module, owner)):
-                changed.append((owner, own_name, parameter))
-                owner._parameters[own_name] = self._local(parameter, share)
+                changed.append((owner, leaf, parameter))
+                owner._parameters[leaf] = self._local(parameter, share)
         return self.inputs(module, args, kwargs)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -129,9 +129,9 @@ class SharedUnit(Unit):
         joined = output[0] if isinstance(output, tuple) else output
         joined = summed(joined, self.group)
         for name, share in self.parameters.items():
-            owner, own_name = _owner(module, name)
-            if share.added_last and owner is not None and owner._parameters.get(own_name) is not None:
-                joined = joined + tensor_of(owner._parameters[own_name])
+            owner, leaf = _owner(module, name)
+            if share.added_last and owner is not None and owner._parameters.get(leaf) is not None:
+                joined = joined + tensor_of(owner._parameters[leaf])
         if not isinstance(output, tuple):
             return joined
         weights = gathered(output[1].transpose(0, 1), self.group)
@@ -236,9 +236,9 @@ def gather_last(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module | None, str]:
     """The child that has the parameter `name`, None if there is none, and the parameter's name there."""
-    *path, own_name = name.split(".")
+    *path, leaf = name.split(".")
     for child in path:
         module = getattr(module, child, None)
         if not isinstance(module, nn.Module):
-            return None, own_name
-    return module, own_name
+            return None, leaf
+    return module, leaf

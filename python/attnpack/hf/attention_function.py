@@ -61,8 +61,8 @@ def attention_forward(
     refuse_parts()
     if is_paged(others.get("cache")):
         selected = {"indices": indices, "block_indices": block_indices}
-        own_mask = None if isinstance(attention_mask, LazyMask) else attention_mask  # of a layer, such as Doge's
-        refuse_arguments({"position_bias": position_bias, "attention_mask": own_mask, **selected}, REFUSED_BY_PAGES)
+        given_mask = None if isinstance(attention_mask, LazyMask) else attention_mask  # of a layer, such as Doge's
+        refuse_arguments({"position_bias": position_bias, "attention_mask": given_mask, **selected}, REFUSED_BY_PAGES)
         return attend_paged(module, query, key, value, others, scale=scaling, softcap=softcap, sinks=s_aux), None
     refuse_arguments(others)
     packed = named_sequences(others, query, key)

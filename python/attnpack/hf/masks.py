@@ -208,9 +208,9 @@ def _pattern(mask_function: Callable) -> Pattern | None:
         return Pattern(False, (-1, -1))
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return None
-    name, held = mask_function.__qualname__.partition(".")[0], closure_variables(mask_function)
+    name, variables = mask_function.__qualname__.partition(".")[0], closure_variables(mask_function)
     if name == "and_masks":
-        patterns = [_pattern(part) for part in held["mask_functions"]]
+        patterns = [_pattern(part) for part in variables["mask_functions"]]
         if None in patterns:
             return None
         windows = zip(*(pattern.window for pattern in patterns), strict=True)
@@ -220,11 +220,11 @@ def _pattern(mask_function: Callable) -> Pattern | None:
             return None
         return Pattern(any(pattern.causal for pattern in patterns), (left, right), *packed)
     if name == "packed_sequence_mask_function":
-        return Pattern(False, (-1, -1), held["packed_sequence_mask"])
+        return Pattern(False, (-1, -1), variables["packed_sequence_mask"])
     if name == "remap_positions_for_packed_sequence":
         # Positions rise by 1 inside of a sequence, so their differences are those of the tokens' places.
-        return _pattern(held["mask_function"])
-    width = held.get("sliding_window")
+        return _pattern(variables["mask_function"])
+    width = variables.get("sliding_window")
     if not isinstance(width, int) or width < 1:
         return None
     if name == "sliding_window_overlay":  # keeps key > query - width

@@ -118,13 +118,13 @@ def _conv_update(
 ) -> Tensor:
     """causal-conv1d's function for a step."""
     x = hidden_states.unsqueeze(-1) if hidden_states.dim() == 2 else hidden_states
-    past, held = weight.size(1) - 1, conv_state.size(-1)
+    past, length = weight.size(1) - 1, conv_state.size(-1)
     out, last = causal_conv1d(
         x.transpose(1, 2), weight, bias, activation=_activation(activation),
-        initial_state=conv_state[..., held - past :], return_state=True,
+        initial_state=conv_state[..., length - past :], return_state=True,
     )  # fmt: skip
     with torch.no_grad():
-        conv_state.copy_(last if held == past else torch.cat([conv_state, x.to(conv_state.dtype)], -1)[..., -held:])
+        conv_state.copy_(last if length == past else torch.cat([conv_state, x.to(conv_state.dtype)], -1)[..., -length:])
     return out.transpose(1, 2).reshape(hidden_states.shape)
 
 

@@ -111,8 +111,8 @@ class Block(NativeModule):
         names = {"attention": "self_attn", "feed_forward": "mlp", "cross_attention": "cross_attn"}
         made = {name: NativeModule._shell(parts[part]) for name, part in names.items() if part in parts}
         norm = next(parts[name] for name in _NORMS if name in parts)
-        own = {"pre_norm": twin.pre_norm, "dropout": twin.dropout, "residual_scale": twin.residual_scale}
-        return {**made, **own, **arguments_of_norm(norm)}
+        settings = {"pre_norm": twin.pre_norm, "dropout": twin.dropout, "residual_scale": twin.residual_scale}
+        return {**made, **settings, **arguments_of_norm(norm)}
 
     def _check(self, x: Tensor) -> None:
         projection = None if is_offloaded(self.self_attn) else getattr(self.self_attn, "q_proj", None)
@@ -289,12 +289,12 @@ class DecoderBlock(Block):
         """
         reject_keywords(unknown)
         self._check(x)
-        held = isinstance(cross_cache, CrossCache)
-        if cross_cache is not None and not (held and self.has_cross_attention):
-            checks.cross_cache(held, True, self.has_cross_attention)
+        is_cross = isinstance(cross_cache, CrossCache)
+        if cross_cache is not None and not (is_cross and self.has_cross_attention):
+            checks.cross_cache(is_cross, True, self.has_cross_attention)
         if isinstance(cache, CrossCache):
             checks.self_cache(True)
-        reads = context is not None or (held and cross_cache.filled)
+        reads = context is not None or (is_cross and cross_cache.filled)
         if self.has_cross_attention != reads:
             checks.cross_attention(self.has_cross_attention, reads)
         if nested.is_nested(x):
@@ -305,13 +305,15 @@ class DecoderBlock(Block):
         cross = {"mask": context_mask, "kv_lens": context_lens}
         if self.has_cross_attention:
             cross |= self._query_positions(x, positions, cache)
-        if held:
+        if is_cross:
             cross["cache"] = cross_cache
 
         def attend(h: Tensor) -> Tensor:
             shared = {} if kv_from is None else {"kv_from": kv_from}
-            own = None if isinstance(kv_from, KVCache) else cache
-            return self.self_attn(h, causal=True, mask=mask, cache=own, positions=positions, kv_lens=kv_lens, **shared)
+            appends = None if isinstance(kv_from, KVCache) else cache
+            return self.self_attn(
+                h, causal=True, mask=mask, cache=appends, positions=positions, kv_lens=kv_lens, **shared
+            )
 
         x = self._run(x, context, attend, cross)
         if self.tail is None and layer_input is not None:

@@ -159,8 +159,8 @@ class CausalLM(NativeModule):
         shared |= {"layout": settings["layout"], "kv_from": settings["kv_from"]}
         if tail is not None:
             shared["tail"] = maker_of(tail)(**factory)
-        own = maker_of(attention)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
-        return DecoderBlock(own, self._feed_forward(settings, **factory), **shared)
+        mixer = maker_of(attention)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
+        return DecoderBlock(mixer, self._feed_forward(settings, **factory), **shared)
 
     def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         rope = self._rope(settings)
@@ -201,8 +201,8 @@ class CausalLM(NativeModule):
     def _feed_forward(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         if settings["experts"]:
             return MixtureOfExperts(self.embed_dim, **self.experts, **factory)
-        own = {"activation": self.activation, "bias": self.mlp_bias}
-        return FeedForward(self.embed_dim, settings["hidden_dim"], **own, **factory)
+        shared = {"activation": self.activation, "bias": self.mlp_bias}
+        return FeedForward(self.embed_dim, settings["hidden_dim"], **shared, **factory)
 
     @classmethod
     def from_gguf(
@@ -336,8 +336,8 @@ class CausalLM(NativeModule):
             "seed": seed,
             "callback": callback,
         }
-        held = cache.layers[0] if isinstance(cache, ModelCache) else None
-        loop = held.generate if isinstance(held, ShardedAttention) else self._generate
+        first_cache = cache.layers[0] if isinstance(cache, ModelCache) else None
+        loop = first_cache.generate if isinstance(first_cache, ShardedAttention) else self._generate
         return (loop or generate_by_twin)(self, ids, cache=cache, **arguments)
 
     def _twin(self) -> cpp.CausalLM:

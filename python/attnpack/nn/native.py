@@ -111,13 +111,13 @@ class NativeModule(nn.Module):
         """
         module = cls._shell(twin)
         for name, tensor in twin.named_parameters():
-            owner, _, own_name = name.rpartition(".")
+            owner, _, leaf = name.rpartition(".")
             if is_stored(tensor):
                 replace_by_stored(module, owner, tensor)
                 continue
             if type(tensor) is Tensor:
                 tensor.__class__ = nn.Parameter  # the same tensor for both languages: nn.Parameter(tensor) is another
-            setattr(module.get_submodule(owner), own_name, tensor)
+            setattr(module.get_submodule(owner), leaf, tensor)
         for name, part in twin.named_modules().items():
             module.get_submodule(name).training = part.training
         return module
@@ -127,8 +127,8 @@ class NativeModule(nn.Module):
         """The module of a twin on the device "meta", without its parameters."""
         kind = cls if getattr(cls, "_cpp_class", None) is type(twin) else _BY_TWIN.get(type(twin))
         if kind is None or not issubclass(kind, cls):
-            own = f"an attnpack.cpp.{cls._cpp_class.__name__}" if hasattr(cls, "_cpp_class") else ""
-            wanted = own or "a module of attnpack.cpp that has a class in Python"
+            twin_name = f"an attnpack.cpp.{cls._cpp_class.__name__}" if hasattr(cls, "_cpp_class") else ""
+            wanted = twin_name or "a module of attnpack.cpp that has a class in Python"
             raise wrong_kind("twin", twin, f"{wanted}: .cpp() of a Python module gives one")
         return kind(**kind._arguments(twin), device="meta")
 
@@ -146,14 +146,14 @@ class NativeModule(nn.Module):
 
 def replace_by_stored(module: nn.Module, name: str, blocks: Tensor) -> None:
     """Puts a layer of stored weights in the place of the linear layer or the embedding `name`."""
-    parent, _, own_name = name.rpartition(".")
+    parent, _, leaf = name.rpartition(".")
     layer = module.get_submodule(name)
     if isinstance(layer, nn.Embedding | StoredEmbedding):
         numbers = (x.dtype for x in module.parameters() if x.is_floating_point())
         made: nn.Module = StoredEmbedding.from_blocks(blocks, next(numbers, None))
     else:
         made = StoredLinear.from_blocks(blocks, layer.bias)
-    setattr(module.get_submodule(parent), own_name, made.train(layer.training))
+    setattr(module.get_submodule(parent), leaf, made.train(layer.training))
 
 
 def dropped(x: Tensor, module: nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, cpp, ops
+from ..errors import check_positions
 from ..ops import nested
 from .native import NativeModule
 
@@ -109,6 +110,8 @@ class RotaryEmbedding(NativeModule):
             return nested.like(rotated[0].transpose(0, 1), by_rows).transpose(1, 2)
         if positions is None:
             positions = torch.arange(x.size(2), device=x.device)
+        else:
+            check_positions(positions, x)
         if self.growth or self.long_inv_freq:
             cos, sin = ops.rope_table_by_length(
                 positions, None, self.inv_freq, self.factor, self.long_inv_freq, self.growth, self.trained_len

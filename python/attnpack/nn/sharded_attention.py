@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, errors
+from .._C import checks
 
 
 class ShardedAttention:
@@ -49,25 +50,25 @@ class ShardedAttention:
     """The loop of `CausalLM.generate` over such a cache."""
 
 
-class _Own(threading.local):
+class _ThreadSequences(threading.local):
     sequences: tuple[ShardedAttention, ...] = ()
 
 
-_own = _Own()
+_of_thread = _ThreadSequences()
 _open: list[ShardedAttention] = []  # of all threads; dynamo guards on it, and knows no values of a thread
 
 
 @contextmanager
 def sharded_sequence(over: ShardedAttention) -> Iterator[None]:
     """A context in which the sequences of this thread are sharded."""
-    before = _own.sequences
-    _own.sequences = (*before, over)
+    before = _of_thread.sequences
+    _of_thread.sequences = (*before, over)
     _open.append(over)
     _tell_cpp()
     try:
         yield
     finally:
-        _own.sequences = before
+        _of_thread.sequences = before
         _open.remove(over)
         _tell_cpp()
 
@@ -75,7 +76,7 @@ def sharded_sequence(over: ShardedAttention) -> Iterator[None]:
 def _tell_cpp() -> None:
     """Modules of attnpack.cpp refuse to attend in this thread while its sequences are sharded."""
     if not torch.compiler.is_compiling():
-        _C.context_parallel.set_active(bool(_own.sequences))
+        _C.context_parallel.set_active(bool(_of_thread.sequences))
 
 
 def _sequence() -> ShardedAttention | None:
@@ -83,7 +84,7 @@ def _sequence() -> ShardedAttention | None:
         return None
     if torch.compiler.is_compiling():
         return _open[-1]
-    return _own.sequences[-1] if _own.sequences else None
+    return _of_thread.sequences[-1] if _of_thread.sequences else None
 
 
 def sharded_attention(cache: object) -> ShardedAttention | None:
@@ -101,9 +102,19 @@ def positions_here(length: int, device: torch.device) -> Tensor:
 def refuse_context_parallel(what: str, fix: str) -> None:
     """Raises under `context_parallel` for what is not supported there."""
     if _sequence() is not None:
-        raise ValueError(
-            f"attnpack: {what} under context_parallel, which shards padded sequences of attnpack's own modules: {fix}"
-        )
+        checks.refuse_under("under context_parallel", what, fix)
+
+
+def refuse_named_keys(key_index: Tensor | None, key_block: int = 1) -> None:
+    """Raises for names of keys where several processes hold the keys."""
+    if key_index is not None or key_block != 1:  # else nothing is called, because graphs stop at it
+        checks.named_keys_over_ranks(key_index, key_block)
+
+
+def refuse_chunk(chunk: int | None) -> None:
+    """Raises for chunks of a sequence that several processes hold."""
+    if chunk is not None:
+        checks.chunk_over_ranks(chunk)
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
@@ -131,8 +142,12 @@ def grouped_share(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) 
             "whole"
         )
     slopes = module._slopes if module.alibi else None
-    for name, held in {"sinks": getattr(module, "sinks", None), "alibi": slopes, "head_map": module.head_map}.items():
-        _check_share(name, held, heads)
+    for name, values in {
+        "sinks": getattr(module, "sinks", None),
+        "alibi": slopes,
+        "head_map": module.head_map,
+    }.items():
+        _check_share(name, values, heads)
     norm = getattr(module, "q_norm", None)
     if norm is not None and getattr(norm, "dim", dim) != dim:
         _check_share("qk_norm", range(module.num_heads), heads)
@@ -168,11 +183,11 @@ def check_mask_share(module: nn.Module, mask: Tensor | None, heads: int) -> None
         )
 
 
-def _check_share(name: str, held: Sized | None, heads: int) -> None:
-    if held is not None and len(held) != heads:
+def _check_share(name: str, values: Sized | None, heads: int) -> None:
+    if values is not None and len(values) != heads:
         raise ValueError(
-            f"attnpack: {name}: got it for {len(held)} heads, but the projections give {heads}, a rank's share: leave "
-            "the layer whole"
+            f"attnpack: {name}: got it for {len(values)} heads, but the projections give {heads}, a rank's share: "
+            "leave the layer whole"
         )
 
 

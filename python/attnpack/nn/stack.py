@@ -15,6 +15,7 @@ from ..errors import (
     MODEL_CACHE,
     check_ids,
     check_input,
+    check_positions,
     check_vocabulary,
     reject_keywords,
     with_article,
@@ -100,6 +101,7 @@ class _Stack(NativeModule):
             places = nested.positions_of(h, positions)[0]
             h = nested.like(nested.rows("x", h) + self._learned(places), h)
         elif self.embed_positions is not None:
+            check_positions(positions, h)
             positions = positions_here(h.size(1), h.device) if positions is None else positions
             h = h + self._learned(positions)
         return dropped(h, self)
@@ -234,10 +236,10 @@ class Decoder(_Stack):
         A call that raises leaves the caches as they were (in eager mode).
         """
         reject_keywords(unknown, MODEL_CACHE)
-        for held in (cache, cross_cache):
-            check_kind(held, ModelCache, type(self).__name__)
-            if held is not None and len(held.layers) != len(self.layers):
-                checks.cache_layers(len(held.layers), len(self.layers))
+        for model_cache in (cache, cross_cache):
+            check_kind(model_cache, ModelCache, type(self).__name__)
+            if model_cache is not None and len(model_cache.layers) != len(self.layers):
+                checks.cache_layers(len(model_cache.layers), len(self.layers))
         inputs = {
             "mask": mask,
             "positions": positions,
@@ -253,10 +255,10 @@ class Decoder(_Stack):
             for i, layer in enumerate(self.layers):
                 if cross_cache is not None:
                     inputs["cross_cache"] = cross_cache.layers[i]
-                own = {} if shared[i] is None else {"kv_from": shared[i]}
+                per_layer = {} if shared[i] is None else {"kv_from": shared[i]}
                 if by_layer is not None:
-                    own["layer_input"] = by_layer.select(-2, i)
-                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs, **own)
+                    per_layer["layer_input"] = by_layer.select(-2, i)
+                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs, **per_layer)
             return self._finish(h)
 
     def _shared_keys(self, cache: ModelCache | None) -> list[KVCache | SharedKeys | None]:

@@ -117,9 +117,9 @@ def storable_layers(model: nn.Module) -> list[str]:
     multiplies by parts of kv_b_proj, and compressed attention by groups of o_a_proj: these stay numbers."""
     names = []
     for name, module in model.named_modules(remove_duplicate=False):
-        own = name.rpartition(".")[2]
-        linear = type(module) is nn.Linear and own not in ("kv_b_proj", "o_a_proj")
-        table = type(module) is nn.Embedding and own == "embed_tokens"
+        leaf = name.rpartition(".")[2]
+        linear = type(module) is nn.Linear and leaf not in ("kv_b_proj", "o_a_proj")
+        table = type(module) is nn.Embedding and leaf == "embed_tokens"
         if (linear or table) and type(module.weight) in (Tensor, nn.Parameter):
             names.append(name)
     return names

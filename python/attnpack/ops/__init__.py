@@ -35,7 +35,7 @@ from .positions import (
 )
 from .recurrent import causal_conv1d, linear_attention, linear_attention_
 from .recurrent_layers import delta_attend, gated_convolution, linear_attend, state_space_attend
-from .rules import draw_seed, flat_rules, scale_queries
+from .rules import check_keywords, draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
 from .stored import stored_linear, stored_linears, stored_rows, to_stored, widen_stored
 
@@ -64,6 +64,7 @@ __all__ = [
     "draw_seed",
     "flat_layer",
     "flat_rope",
+    "check_keywords",
     "flat_rules",
     "gate_heads",
     "gated_convolution",

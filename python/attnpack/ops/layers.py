@@ -86,7 +86,7 @@ class LatentRules(LayerRules, total=False):
     at_names: bool
 
 
-@spelled_out(AttendRules, cross=False, key_block=1, top_blocks=0, local_blocks=0, scorer="mean", at_names=False)
+@spelled_out(AttendRules, torch.ops.attnpack.attend_with_weights)
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool = False, **rules: Unpack[AttendRules]
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -122,8 +122,8 @@ def attend_by(
     if not _is_compiling():
         return _C.attend(query, key, value, need_weights, with_native_rope(rules))
     query, flat = flat_layer(query, rules)
-    held = CacheTensors(*(rules.get("cache") or (None, None, None)))
-    flat |= {f"cache_{name}": part for name, part in zip(CacheTensors._fields, held, strict=True)}
+    tensors = CacheTensors(*(rules.get("cache") or (None, None, None)))
+    flat |= {f"cache_{name}": part for name, part in zip(CacheTensors._fields, tensors, strict=True)}
     if not need_weights:
         flat.pop("at_names", None)
         return torch.ops.attnpack.attend(query, key, value, **flat)
@@ -139,7 +139,7 @@ def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *,
 @overload
 def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool,
                   **rules: Unpack[SharedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@spelled_out(SharedRules, key_block=1)
+@spelled_out(SharedRules, torch.ops.attnpack.attend_shared)
 def attend_shared(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool = False, **rules: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ def attend_shared(
     return op(query, key, value, lengths, **flat)
 
 
-@spelled_out(LatentRules, cross=False, at_names=False)
+@spelled_out(LatentRules, torch.ops.attnpack.latent_attend_with_weights)
 def latent_attend(
     query: Tensor,
     latent: Tensor,

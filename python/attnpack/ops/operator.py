@@ -31,7 +31,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool,
               **rules: Unpack[AttentionRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @fast_path("attention")
-@spelled_out(AttentionRules, q_offset=0, key_block=1)
+@spelled_out(AttentionRules, torch.ops.attnpack.attention)
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool = False, **rules: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict
 
 
 @fast_path("attention_scores")
-@spelled_out(ScoresRules, q_offset=0, key_block=1, stage="probs")
+@spelled_out(ScoresRules, torch.ops.attnpack.attention_scores)
 def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **rules: Unpack[ScoresRules]) -> Tensor:
     """The scores that :func:`attention` computes, [B, Hq, Lq, Lkv], for plots, tests and study.
 

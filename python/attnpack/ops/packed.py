@@ -29,7 +29,7 @@ def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
                      cu_seqlens_k: Tensor | None = None, *, return_lse: bool,
                      **rules: Unpack[PackedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @fast_path("attention_varlen")
-@spelled_out(PackedRules)
+@spelled_out(PackedRules, torch.ops.attnpack.attention_varlen)
 def attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -72,9 +72,9 @@ PageTable owning(const PageTable& table) {
 }
 
 // The last page of a sequence, where that page has free rows and the sequence is to write to it; else -1.
-int64_t written_page(const PageTable& table, const std::vector<int64_t>& held, const std::vector<int64_t>& counts,
+int64_t written_page(const PageTable& table, const std::vector<int64_t>& lengths, const std::vector<int64_t>& counts,
                      int64_t b) {
-  return counts[b] > 0 && held[b] % table.page_size != 0 ? row_of(table, b)[held[b] / table.page_size] : -1;
+  return counts[b] > 0 && lengths[b] % table.page_size != 0 ? row_of(table, b)[lengths[b] / table.page_size] : -1;
 }
 
 // The sequence that keeps a page which only sequences that are to write hold: the longest, so that it writes after the
@@ -84,47 +84,48 @@ struct Writers {
   int64_t longest = -1;
 };
 
-std::unordered_map<int64_t, Writers> writers_of_pages(const PageTable& table, const std::vector<int64_t>& held,
+std::unordered_map<int64_t, Writers> writers_of_pages(const PageTable& table, const std::vector<int64_t>& lengths,
                                                       const std::vector<int64_t>& counts) {
   std::unordered_map<int64_t, Writers> result;
-  for (int64_t b = 0; b < static_cast<int64_t>(held.size()); ++b) {
-    const int64_t page = written_page(table, held, counts, b);
+  for (int64_t b = 0; b < static_cast<int64_t>(lengths.size()); ++b) {
+    const int64_t page = written_page(table, lengths, counts, b);
     if (page < 0) continue;
     Writers& writers = result[page];
     ++writers.count;
-    if (writers.longest < 0 || held[b] > held[writers.longest]) writers.longest = b;
+    if (writers.longest < 0 || lengths[b] > lengths[writers.longest]) writers.longest = b;
   }
   return result;
 }
 
-std::vector<PageCopy> add_pages(const PageTable& table, const std::vector<int64_t>& held,
+std::vector<PageCopy> add_pages(const PageTable& table, const std::vector<int64_t>& lengths,
                                 const std::vector<int64_t>& counts) {
   const int64_t size = table.page_size, most = table.block_table.size(1);
   int32_t* references = table.references.mutable_data_ptr<int32_t>();
-  const auto writers = writers_of_pages(table, held, counts);
+  const auto writers = writers_of_pages(table, lengths, counts);
   FreePages free(table.references);
   std::vector<PageCopy> copies;
   std::vector<Entry> entries;
   int64_t missing = 0;
-  for (int64_t b = 0; b < static_cast<int64_t>(held.size()); ++b) {
+  for (int64_t b = 0; b < static_cast<int64_t>(lengths.size()); ++b) {
     if (counts[b] == 0) continue;
-    ATTNPACK_CHECK(pages_for(held[b] + counts[b], size) <= most, "sequence ", b, " holds ", held[b], " positions and ",
-                   counts[b], " are to be appended, wants at most ", most * size, ": make the cache with more pages");
-    int64_t last = held[b] > 0 ? row_of(table, b)[pages_for(held[b], size) - 1] : -1;
+    ATTNPACK_CHECK(pages_for(lengths[b] + counts[b], size) <= most, "sequence ", b, " holds ", lengths[b],
+                   " positions and ", counts[b], " are to be appended, wants at most ", most * size,
+                   ": make the cache with more pages");
+    int64_t last = lengths[b] > 0 ? row_of(table, b)[pages_for(lengths[b], size) - 1] : -1;
     const auto take = [&](int64_t entry) {
       const int64_t page = free.take(last);
       missing += page < 0;
       entries.push_back({b, entry, page});
       last = page;
     };
-    if (const int64_t page = written_page(table, held, counts, b); page >= 0) {
+    if (const int64_t page = written_page(table, lengths, counts, b); page >= 0) {
       const Writers& all = writers.at(page);
       if (references[page] > all.count || all.longest != b) {
-        take(held[b] / size);
-        copies.push_back({page, last, held[b] % size});
+        take(lengths[b] / size);
+        copies.push_back({page, last, lengths[b] % size});
       }
     }
-    for (int64_t i = pages_for(held[b], size); i < pages_for(held[b] + counts[b], size); ++i) take(i);
+    for (int64_t i = pages_for(lengths[b], size); i < pages_for(lengths[b] + counts[b], size); ++i) take(i);
   }
   ATTNPACK_CHECK(missing == 0, "the pool is full: ", entries.size(), " pages are needed and ",
                  static_cast<int64_t>(entries.size()) - missing, " of ", table.references.numel(),
@@ -153,37 +154,38 @@ int64_t free_pages(const PageTable& table) {
   return count;
 }
 
-std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& held,
+std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& lengths,
                                 const std::vector<int64_t>& counts) {
   const std::lock_guard lock(pages_mutex());
-  return add_pages(table, held, counts);
+  return add_pages(table, lengths, counts);
 }
 
-bool writes_shared_page(const PageTable& table, const std::vector<int64_t>& held, const std::vector<int64_t>& counts) {
+bool writes_shared_page(const PageTable& table, const std::vector<int64_t>& lengths,
+                        const std::vector<int64_t>& counts) {
   const std::lock_guard lock(pages_mutex());
   const int32_t* references = table.references.const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < static_cast<int64_t>(held.size()); ++b) {
-    const int64_t page = written_page(table, held, counts, b);
+  for (int64_t b = 0; b < static_cast<int64_t>(lengths.size()); ++b) {
+    const int64_t page = written_page(table, lengths, counts, b);
     if (page >= 0 && references[page] > 1) return true;
   }
   return false;
 }
 
-std::pair<PageTable, std::vector<PageCopy>> copy_with_room(const PageTable& table, const std::vector<int64_t>& held,
+std::pair<PageTable, std::vector<PageCopy>> copy_with_room(const PageTable& table, const std::vector<int64_t>& lengths,
                                                            const std::vector<int64_t>& counts) {
   const PageTable copy{table.block_table.clone(), table.references, table.page_size};
   const std::lock_guard lock(pages_mutex());
-  auto copies = add_pages(copy, held, counts);
+  auto copies = add_pages(copy, lengths, counts);
   count_pages(table);
   return {owning(copy), std::move(copies)};
 }
 
-void keep_pages(const PageTable& table, const std::vector<int64_t>& held) {
+void keep_pages(const PageTable& table, const std::vector<int64_t>& lengths) {
   const std::lock_guard lock(pages_mutex());
   int32_t* references = table.references.mutable_data_ptr<int32_t>();
-  for (size_t b = 0; b < held.size(); ++b) {
+  for (size_t b = 0; b < lengths.size(); ++b) {
     int32_t* row = row_of(table, static_cast<int64_t>(b));
-    for (int64_t i = pages_for(held[b], table.page_size); i < table.block_table.size(1) && row[i] >= 0; ++i) {
+    for (int64_t i = pages_for(lengths[b], table.page_size); i < table.block_table.size(1) && row[i] >= 0; ++i) {
       --references[row[i]];
       row[i] = -1;
     }
@@ -203,12 +205,12 @@ PageTable clone_table(const PageTable& table) {
   return owning(clone);
 }
 
-int64_t rows_held(const PageTable& table, const std::vector<int64_t>& held) {
+int64_t used_rows(const PageTable& table, const std::vector<int64_t>& lengths) {
   std::vector<int64_t> rows(table.references.numel());
-  for (size_t b = 0; b < held.size(); ++b) {
+  for (size_t b = 0; b < lengths.size(); ++b) {
     const int32_t* row = row_of(table, static_cast<int64_t>(b));
-    for (int64_t i = 0; i < pages_for(held[b], table.page_size); ++i)
-      rows[row[i]] = std::max(rows[row[i]], std::min(table.page_size, held[b] - i * table.page_size));
+    for (int64_t i = 0; i < pages_for(lengths[b], table.page_size); ++i)
+      rows[row[i]] = std::max(rows[row[i]], std::min(table.page_size, lengths[b] - i * table.page_size));
   }
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }

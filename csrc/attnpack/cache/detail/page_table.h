@@ -31,18 +31,19 @@ int64_t free_pages(const PageTable& table);
 // written, the sequence gets a copy of it. New pages follow the last one if they are free, because pages in order are
 // read as one. Returns the copies that are to be made. Raises where too few pages are free or a row of block_table is
 // too short; the table stays as it was then.
-std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& held,
+std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& lengths,
                                 const std::vector<int64_t>& counts);
 
 // Whether give_room would copy a page: a sequence is to write to its last page, and another row holds it too.
-bool writes_shared_page(const PageTable& table, const std::vector<int64_t>& held, const std::vector<int64_t>& counts);
+bool writes_shared_page(const PageTable& table, const std::vector<int64_t>& lengths,
+                        const std::vector<int64_t>& counts);
 
 // give_room in a copy of the table. `table` stays as it is, and holds its pages until it ends.
-std::pair<PageTable, std::vector<PageCopy>> copy_with_room(const PageTable& table, const std::vector<int64_t>& held,
+std::pair<PageTable, std::vector<PageCopy>> copy_with_room(const PageTable& table, const std::vector<int64_t>& lengths,
                                                            const std::vector<int64_t>& counts);
 
 // Keeps the pages of the first held[b] positions of each sequence, and gives the others back.
-void keep_pages(const PageTable& table, const std::vector<int64_t>& held);
+void keep_pages(const PageTable& table, const std::vector<int64_t>& lengths);
 
 // A table on the same pool whose row b holds the pages of row index[b]. It copies no page.
 PageTable fork_pages(const PageTable& table, const at::Tensor& index);  // index [B'] int64
@@ -51,7 +52,7 @@ PageTable fork_pages(const PageTable& table, const at::Tensor& index);  // index
 PageTable clone_table(const PageTable& table);
 
 // How many rows of pages hold positions. A row that several sequences share counts once.
-int64_t rows_held(const PageTable& table, const std::vector<int64_t>& held);
+int64_t used_rows(const PageTable& table, const std::vector<int64_t>& lengths);
 
 // Makes the copies in a pool of any strides.
 void copy_pages(const at::Tensor& pool,  // [num_pages, page_size, Hkv, D], written

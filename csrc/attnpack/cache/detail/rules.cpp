@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <array>
 #include <type_traits>
 
 #include <attnpack/cache/cross_cache.h>
@@ -80,28 +81,32 @@ void show_parts(const KVCache& cache, const Show& show) {
   }
 }
 
+// An empty cache of the class. settings: what the numbers of a cache with settings begin with.
+std::shared_ptr<KVCache> empty_cache(std::string_view kind, at::IntArrayRef settings) {
+  if (kind == "DynamicCache") return std::make_shared<DynamicCache>();
+  if (kind == "LatentCache") return std::make_shared<LatentCache>();
+  if (kind == "SparseCache") return std::make_shared<SparseCache>();
+  if (kind == "RecurrentCache") return std::make_shared<RecurrentCache>();
+  if (kind == "CrossCache") return std::make_shared<CrossCache>();
+  if (kind == "StaticCache") return std::make_shared<StaticCache>(CacheTensors());
+  if (kind == "SlidingWindowCache")
+    return std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(settings[0]).keep_first(settings[1]));
+  if (kind == "QuantizedCache")
+    return std::make_shared<QuantizedCache>(
+        QuantizedCacheOptions(settings[0]).exact_first(settings[1]).exact_last(settings[2]));
+  ATTNPACK_CHECK(false, "kind: got ", kind, ", want a class of caches");
+}
+
 }  // namespace
 
 std::shared_ptr<KVCache> CacheSnapshot::make() const {
-  const auto number = [&](size_t i) { return numbers[i].guard_int(__FILE__, __LINE__); };
-  std::shared_ptr<KVCache> cache;
-  if (kind == "DynamicCache") cache = std::make_shared<DynamicCache>();
-  if (kind == "LatentCache") cache = std::make_shared<LatentCache>();
-  if (kind == "SparseCache") cache = std::make_shared<SparseCache>();
-  if (kind == "RecurrentCache") cache = std::make_shared<RecurrentCache>();
-  if (kind == "CrossCache") cache = std::make_shared<CrossCache>();
-  if (kind == "StaticCache") cache = std::make_shared<StaticCache>(CacheTensors());
-  if (kind == "SlidingWindowCache") {
-    ATTNPACK_CHECK(numbers.size() == 3, "numbers: got ", numbers.size(), ", want 3 for a SlidingWindowCache");
-    cache = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(number(0)).keep_first(number(1)));
-  }
-  if (kind == "QuantizedCache") {
-    ATTNPACK_CHECK(numbers.size() == 9, "numbers: got ", numbers.size(), ", want 9 for a QuantizedCache");
-    cache =
-        std::make_shared<QuantizedCache>(QuantizedCacheOptions(number(0)).exact_first(number(1)).exact_last(number(2)));
-  }
   if (kind == "PagedCache") return std::make_shared<PagedCache>(CacheState{tensors.vec(), numbers.vec()});
-  ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
+  std::array<int64_t, 3> settings{};
+  const size_t count = kind == "SlidingWindowCache" ? 2 : kind == "QuantizedCache" ? 3 : 0;
+  ATTNPACK_CHECK(numbers.size() >= count, "numbers: got ", numbers.size(), ", want ", count, " or more for a ", kind);
+  // The others may be symbols while a graph is traced.
+  for (size_t i = 0; i < count; ++i) settings[i] = numbers[i].guard_int(__FILE__, __LINE__);
+  const auto cache = empty_cache(kind, settings);
   const bool index_first = (kind == "SparseCache" || kind == "LatentCache") && tensors.size() == 2;
   ATTNPACK_CHECK(
       tensors.size() >= 3 || kind == "RecurrentCache" || (kind != "StaticCache" && tensors.size() < 2) || index_first,
@@ -213,6 +218,11 @@ Numbers cache_len(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_
 Numbers cache_nbytes(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_nbytes()}; }
 
 Numbers cache_nbytes_allocated(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_nbytes_allocated()}; }
+
+std::vector<std::string> cache_number_names(std::string_view kind) {
+  if (kind == "PagedCache") return {};
+  return empty_cache(kind, {8, 0, 0})->number_names();
+}
 
 std::vector<std::string> room_names() {
   std::vector<std::string> names, numbers;

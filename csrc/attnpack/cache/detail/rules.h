@@ -33,6 +33,8 @@ using Changed = std::tuple<Tensors, Numbers>;  // the new state
 using Room = std::tuple<Tensors, Numbers, OptionalTensors, Numbers>;
 // The names of these tensors and numbers, in this order.
 std::vector<std::string> room_names();
+// The names of the numbers of a cache's state.
+std::vector<std::string> cache_number_names(std::string_view kind);
 
 Room cache_reserve(const CacheSnapshot& snapshot, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& new_lens);

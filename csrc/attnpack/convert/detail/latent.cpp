@@ -102,13 +102,13 @@ struct Rotated {
 
 Rotated share_rotation(ByHead& heads, const std::vector<int64_t>& map, const LatentOptions& o) {
   const auto pairs = pairs_of(o);
-  const auto own_dim = 2 * static_cast<int64_t>(pairs.size()), rope_dim = 2 * count_pairs(pairs),
+  const auto pairs_dim = 2 * static_cast<int64_t>(pairs.size()), rope_dim = 2 * count_pairs(pairs),
              num_heads = heads.q.size(0);
   Rotated result{at::empty({rope_dim, heads.k.size(2)}, heads.k.options()),
                  at::empty({num_heads, rope_dim, heads.q.size(2)}, heads.q.options()), heads.q.clone()};
   const auto reads = as_index(map, heads.k);
-  for (int64_t p = 0, made = 0; p < own_dim / 2; ++p) {
-    const RopePair pair(p, own_dim, o.interleaved());
+  for (int64_t p = 0, made = 0; p < pairs_dim / 2; ++p) {
+    const RopePair pair(p, pairs_dim, o.interleaved());
     const auto keys = pair.get(heads.k), queries = pair.get(heads.q);
     const auto rotation = mean_rotation(o.inv_freq()[p], o.length(), o.causal());
     pair.set(result.still, queries * (rotation * o.rope_factor() * o.rope_factor()));

@@ -54,14 +54,14 @@ struct Ring : torch::CustomClassHolder {
   template <typename Each>
   at::Tensor rounds(const at::Tensor& local, const Each& each) const {
     const int64_t ranks = group->getSize(), rank = group->getRank();
-    auto held = local;
+    auto current = local;
     for (int64_t step = 0; step < ranks; ++step) {
       std::function<at::Tensor()> coming;
-      if (step + 1 < ranks) coming = pass_on(held, group);
-      each((rank - step + ranks) % ranks, held);
-      if (coming) held = coming();
+      if (step + 1 < ranks) coming = pass_on(current, group);
+      each((rank - step + ranks) % ranks, current);
+      if (coming) current = coming();
     }
-    return held;
+    return current;
   }
 
   // Rows attend for the first time to the keys at their own place, even if they see none of them: so every row has a

@@ -1,6 +1,7 @@
 #include <attnpack/distributed/detail/rules.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/layers/sharded_attention.h>
 
 namespace attnpack::distributed {
 
@@ -13,12 +14,8 @@ void refuse_unshared(const AttentionOptions& o) {
       o.dropout_p() == 0, "dropout_p: got ", o.dropout_p(),
       ", which is not supported over several processes; each rank would draw other numbers than one process: "
       "train without it");
-  ATTNPACK_CHECK(
-      !o.key_index(), "key_index: got a tensor ", o.key_index()->sizes(),
-      ", which is not supported over several processes; each rank would need its rows of it: name the keys on "
-      "one process");
-  ATTNPACK_CHECK(!o.chunk(), "chunk: got ", *o.chunk(),
-                 ", which is not supported over several processes; pieces do not begin where chunks do: use window");
+  refuse_named_keys(o.key_index(), o.key_block());
+  refuse_chunk(o.chunk());
   const auto* offset = std::get_if<int64_t>(&o.q_offset());
   ATTNPACK_CHECK(
       offset && *offset == 0,

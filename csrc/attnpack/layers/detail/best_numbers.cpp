@@ -65,8 +65,8 @@ Tensor best_numbers_formula(const Tensor& scores, const SymInt& n) {
   const Tensor count = at::arange(keys, at::TensorOptions(at::kLong).device(scores.device()));
   const Tensor rank = (count.neg() + at::Scalar(keys)).masked_fill(kept.logical_not(), 0);
   const Tensor index = std::get<1>(rank.topk_symint(n, -1));  // in rising order
-  const auto [held, order] = scores.gather(-1, index).sort(/*stable=*/true, /*dim=*/-1, /*descending=*/true);
-  return index.gather(-1, order).masked_fill(held == -kInf, -1).to(at::kInt);
+  const auto [sorted, order] = scores.gather(-1, index).sort(/*stable=*/true, /*dim=*/-1, /*descending=*/true);
+  return index.gather(-1, order).masked_fill(sorted == -kInf, -1).to(at::kInt);
 }
 
 Tensor best_numbers(const Tensor& scores, const SymInt& n) {

@@ -24,9 +24,11 @@ Tensor sums_from(const Tensor& key, const Tensor& first, const Tensor& ends, con
   const Tensor slots =
       first * at::Scalar(block) + count_from_zero(rows, key).view_symint({1, 1, rows, 1});  // [B, 1, rows, 1]
   const std::vector<SymInt> sizes{key.sym_size(0), key.sym_size(1), rows, key.sym_size(3)};
-  const Tensor held =
+  const Tensor last_keys =
       key.gather(2, slots.clamp_max(at::Scalar(keys - 1)).expand_symint(sizes)).to(accumulation_type(key));
-  return held.masked_fill(slots >= ends.clamp_max(at::Scalar(keys)), 0).unflatten_symint(2, {blocks, block}).sum(3);
+  return last_keys.masked_fill(slots >= ends.clamp_max(at::Scalar(keys)), 0)
+      .unflatten_symint(2, {blocks, block})
+      .sum(3);
 }
 
 std::vector<SymInt> sizes_of(const Tensor& key, const SymInt& blocks) {

@@ -65,9 +65,9 @@ void through_copy(const LayerTokens& tokens, const CacheTensors& cache, const La
   check_kv_cache_append_paged(cache.key, cache.value, *cache.block_table, cache.lengths, tokens.key, tokens.value,
                               layer.kv_lens, std::nullopt);
   const SymInt added = tokens.key.sym_size(2);
-  const SymInt held = longest_length(cache.lengths, cache.block_table->sym_size(1) * cache.key.sym_size(1));
+  const SymInt longest = longest_length(cache.lengths, cache.block_table->sym_size(1) * cache.key.sym_size(1));
   const auto copied = [&](const Tensor& pool) {
-    return gather_pages(pool, *cache.block_table, cache.lengths, held + added);
+    return gather_pages(pool, *cache.block_table, cache.lengths, longest + added);
   };
   const CacheTensors copy{copied(cache.key), copied(cache.value), copy_lengths(cache.lengths)};
   call(copy);

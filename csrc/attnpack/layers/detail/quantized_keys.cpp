@@ -50,10 +50,10 @@ CacheTensors exact_slots(const CacheTensors& cache) {
 std::vector<Part> parts_of(const Stored& stored, const CacheTensors& cache, const AttentionArguments& args,
                            const SymInt& v_head_dim) {
   const int64_t shift = cache.exact_key ? cache.window + 1 : 0;
-  const SymInt held = stored.key.sym_size(2);
-  const SymInt keep = cache.exact_key ? SymInt(cache.keep_first).min(held) : SymInt(0);
-  const SymInt readable = covers_positions(args.mask) ? args.mask->sym_size(-1).min(held) : held;
-  const Tensor all = at::arange(held, stored.lengths.options()).unsqueeze(0);
+  const SymInt capacity = stored.key.sym_size(2);
+  const SymInt keep = cache.exact_key ? SymInt(cache.keep_first).min(capacity) : SymInt(0);
+  const SymInt readable = covers_positions(args.mask) ? args.mask->sym_size(-1).min(capacity) : capacity;
+  const Tensor all = at::arange(capacity, stored.lengths.options()).unsqueeze(0);
   std::vector<Part> parts;
   const auto add = [&](const Tensor& key, const Tensor& value, int64_t bits, AttentionArguments part, int64_t behind,
                        const Tensor& positions) {

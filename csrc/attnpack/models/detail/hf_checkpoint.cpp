@@ -167,9 +167,10 @@ void HfCheckpoint::find_tied_head() {
   if (embedding == sources_.end()) {
     sources_.emplace(kEmbedding, head->second);
     plain_ = false;
-  } else if (const auto& own = head->second.begin()->second.stored, &other = embedding->second.begin()->second.stored;
-             are_equal(*files_.at(own), own, *files_.at(other), other)) {
-    files_.erase(own);
+  } else if (const auto& head_name = head->second.begin()->second.stored,
+             &embedding_name = embedding->second.begin()->second.stored;
+             are_equal(*files_.at(head_name), head_name, *files_.at(embedding_name), embedding_name)) {
+    files_.erase(head_name);
   } else {
     options_.tie_embeddings(false);
     return;

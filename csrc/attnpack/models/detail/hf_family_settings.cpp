@@ -122,8 +122,8 @@ void set_ropes_by_kind(CausalLMOptions& options, const HfRopeByKind& ropes) {
 bool slides(const CausalLMOptions& options, int64_t layer) {
   constexpr Window kNone{-1, -1};
   const auto& layers = options.layer_settings();
-  const auto own = layers.empty() ? std::nullopt : layers[layer].window();
-  return own.value_or(options.window().value_or(kNone)) != kNone;
+  const auto layer_window = layers.empty() ? std::nullopt : layers[layer].window();
+  return layer_window.value_or(options.window().value_or(kNone)) != kNone;
 }
 
 void set_rotated_layers(CausalLMOptions& options, const std::function<bool(int64_t)>& rotates) {

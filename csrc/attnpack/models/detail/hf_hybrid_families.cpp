@@ -158,16 +158,16 @@ void configure_kimi_linear(const HfSettings& config, Options& o) {
 
   // Released checkpoints have the sizes of recurrent layers in an object of their own.
   static const Json kNothing;
-  const auto& own = config.get("linear_attn_config");
+  const auto& linear_config = config.get("linear_attn_config");
   const auto size = [&](const char* name, const char* flat, int64_t usual) {
-    const auto* number = own.find(name) ? own.find(name)->as<int64_t>() : nullptr;
+    const auto* number = linear_config.find(name) ? linear_config.find(name)->as<int64_t>() : nullptr;
     const auto given = config.size(flat, usual);
     config.check(!number || *number >= 1, name, " of linear_attn_config in config.json is ", number ? *number : 0,
                  ", wants an int of at least 1");
     return number ? *number : given;
   };
   const auto dim = size("head_dim", "linear_head_dim", 128), heads = size("num_heads", "linear_num_heads", 32);
-  const auto* listed = own.find("kda_layers");
+  const auto* listed = linear_config.find("kda_layers");
   const auto by_number = numbered_layers(config, listed ? *listed : kNothing, o.num_layers());
   set_recurrent_layers(o,
                        RecurrentSettings()

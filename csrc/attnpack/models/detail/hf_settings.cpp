@@ -133,14 +133,14 @@ std::string HfSettings::model_type() const {
 
 bool is_set(const Json& value) {
   return std::visit(
-      [](const auto& held) {
-        using T = std::decay_t<decltype(held)>;
+      [](const auto& content) {
+        using T = std::decay_t<decltype(content)>;
         if constexpr (std::is_same_v<T, std::monostate>) {
           return false;
         } else if constexpr (std::is_arithmetic_v<T>) {
-          return held != 0;
+          return content != 0;
         } else {
-          return !held.empty();
+          return !content.empty();
         }
       },
       value.value);
@@ -148,9 +148,9 @@ bool is_set(const Json& value) {
 
 std::optional<double> number_in(const Json& value) {
   return std::visit(
-      [](const auto& held) {
+      [](const auto& content) {
         std::optional<double> number;
-        if constexpr (std::is_arithmetic_v<std::decay_t<decltype(held)>>) number = held;
+        if constexpr (std::is_arithmetic_v<std::decay_t<decltype(content)>>) number = content;
         return number;
       },
       value.value);

@@ -46,9 +46,9 @@ void DifferentialAttentionImpl::reset() {
   if (first()) {
     o.lambda_init(o.lambda_init().value_or(0.8)).eps(o.eps().value_or(1e-5));
     const double deviation = 0.1;  // of the paper, section 2.1
-    for (const auto& [name, held] : {std::pair{"lambda_q1", &lambda_q1}, std::pair{"lambda_k1", &lambda_k1},
-                                     std::pair{"lambda_q2", &lambda_q2}, std::pair{"lambda_k2", &lambda_k2}}) {
-      const auto made = register_parameter(name, allocate("head_dim", {dim}, *held, o.factory()));
+    for (const auto& [name, parameter] : {std::pair{"lambda_q1", &lambda_q1}, std::pair{"lambda_k1", &lambda_k1},
+                                          std::pair{"lambda_q2", &lambda_q2}, std::pair{"lambda_k2", &lambda_k2}}) {
+      const auto made = register_parameter(name, allocate("head_dim", {dim}, *parameter, o.factory()));
       if (!made.is_meta()) torch::nn::init::normal_(made, 0, deviation);
     }
   } else {
@@ -76,13 +76,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> DifferentialAttentionImpl::heads(
   const auto& context = inputs.context() ? *inputs.context() : x;
   const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
   const ProjectionInput input{options.embed_dim(), q_proj->weight};
-  const auto held = cross_cache(inputs);
-  if (held) held->check_call(x, inputs.context());
-  if (held && held->filled()) {
+  const auto cross = cross_cache(inputs);
+  if (cross) cross->check_call(x, inputs.context());
+  if (cross && cross->filled()) {
     check_input("x", x, options.embed_dim(), q_proj->weight);
-    return {queries(x, inputs), held->k(), held->v()};
+    return {queries(x, inputs), cross->k(), cross->v()};
   }
-  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input, input, input);
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !cross, input, input, input);
   const bool self = !inputs.context() && !inputs.value_context();
   const auto made = self ? forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()})
                          : std::vector<at::Tensor>{q_proj(x), k_proj(context), v_proj(value_context)};

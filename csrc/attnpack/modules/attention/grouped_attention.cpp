@@ -146,15 +146,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, lay
   const auto input_of = [](const Linear& layer) {
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
-  const auto held = cross_cache(inputs);
+  const auto cross = cross_cache(inputs);
   check_own_keys(options.own_keys());
   if (!v_proj) check_keys_are_values(inputs.value_context().has_value());
-  if (held) held->check_call(x, inputs.context());
-  if (held && held->filled()) {
+  if (cross) cross->check_call(x, inputs.context());
+  if (cross && cross->filled()) {
     check_input("x", x, options.embed_dim(), reads_x()->weight);
-    return {queries(x, inputs), held->k(), held->v()};
+    return {queries(x, inputs), cross->k(), cross->v()};
   }
-  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(reads_x()),
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !cross, input_of(reads_x()),
                input_of(k_proj), input_of(v_proj ? v_proj : k_proj));
 
   const bool self = !inputs.context() && !inputs.value_context();

@@ -124,7 +124,7 @@ auto LatentAttentionImpl<Derived, Options>::run(const at::Tensor& x, const Proje
                                                 const LatentAttendOptions& settings, const Call& call) {
   return with_room(
       cache, x.size(1), settings,
-      [&](KVCache& held) { return held.reserve_latents(projected.joined, *options.kv_lora_rank()); }, call);
+      [&](KVCache& into) { return into.reserve_latents(projected.joined, *options.kv_lora_rank()); }, call);
 }
 
 template <typename Derived, typename Options>

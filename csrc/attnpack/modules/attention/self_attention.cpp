@@ -27,14 +27,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const 
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
   check_no_kv_from("SelfAttention", inputs.kv_from() != nullptr);
-  const auto held = cross_cache(inputs);
-  if (held) held->check_call(x, inputs.context());
-  if (held && held->filled()) {
+  const auto cross = cross_cache(inputs);
+  if (cross) cross->check_call(x, inputs.context());
+  if (cross && cross->filled()) {
     check_input("x", x, q_proj->options.in_features(), q_proj->weight);
-    return {q_proj(x).unsqueeze(1), held->k(), held->v()};
+    return {q_proj(x).unsqueeze(1), cross->k(), cross->v()};
   }
-  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(q_proj), input_of(k_proj),
-               input_of(v_proj));
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !cross, input_of(q_proj),
+               input_of(k_proj), input_of(v_proj));
   return {q_proj(x).unsqueeze(1), k_proj(context).unsqueeze(1), v_proj(value_context).unsqueeze(1)};
 }
 

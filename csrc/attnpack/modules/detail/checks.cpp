@@ -158,8 +158,8 @@ void check_no_key_index(bool key_index) {
 
 void check_no_cu_seqlens(bool cu_seqlens) {
   ATTNPACK_CHECK(!cu_seqlens,
-                 "cu_seqlens: got one, but only recurrent layers take packed sequences; pad them and give ",
-                 "kv_lens, or call attnpack::attention_varlen");
+                 "cu_seqlens: got a tensor, but attention layers take padded sequences and kv_lens; pad them, or call ",
+                 "attnpack::attention_varlen");
 }
 
 void check_no_key_block(int64_t key_block) {
@@ -275,8 +275,7 @@ void check_norm_kind(const std::string& kind) {
 at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>& positions,
                            const std::optional<at::Tensor>& past) {
   if (positions) {
-    ATTNPACK_CHECK(positions->scalar_type() == at::kLong, "positions has dtype ", positions->scalar_type(),
-                   ", wants int64 [L] or [B, L]: call .long() on it");
+    check_positions(positions, x.sym_size(0), x.sym_size(1));
     return *positions;
   }
   if (const auto* over = sharded_attention(); over && !past) return over->positions(x.size(1)).to(x.device());

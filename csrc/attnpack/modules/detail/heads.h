@@ -40,14 +40,14 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal, bool
   check_no_cu_seqlens(inputs.cu_seqlens().has_value());
   if (!named_keys) check_no_named_keys(inputs);
   LayerInputs r;
-  if (inputs.cache()) refuse_context_parallel("cache: got one", "prefill and decode with a ShardedCache, outside");
-  const auto held = cross_cache(inputs);
+  if (inputs.cache() && sharded_attention()) refuse_single_process_inputs({.cache = true}, "under ContextParallel");
+  const auto cross = cross_cache(inputs);
   r.positions = inputs.positions();
-  r.cross = inputs.context().has_value() || held;
+  r.cross = inputs.context().has_value() || cross;
   r.mask = inputs.mask();
   r.causal = inputs.causal().value_or(causal && !r.cross);
   r.kv_lens = inputs.kv_lens();
-  if (held && held->filled() && !r.kv_lens) r.kv_lens = held->lengths();
+  if (cross && cross->filled() && !r.kv_lens) r.kv_lens = cross->lengths();
   return r;
 }
 
@@ -88,15 +88,15 @@ auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, Options o
 template <typename Call>
 auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
                 AttendOptions options, const Call& call) {
-  if (const auto held = std::dynamic_pointer_cast<CrossCache>(cache)) {
-    return rollback_on_error(std::array{held}, [&] {
-      if (!held->filled()) held->store(key, value, options.kv_lens);
+  if (const auto cross = std::dynamic_pointer_cast<CrossCache>(cache)) {
+    return rollback_on_error(std::array{cross}, [&] {
+      if (!cross->filled()) cross->store(key, value, options.kv_lens);
       return call(options);
     });
   }
   const auto kv_lens = options.kv_lens;
   return with_room(
-      cache, key.size(2), std::move(options), [&](KVCache& held) { return held.reserve_valid(key, value, kv_lens); },
+      cache, key.size(2), std::move(options), [&](KVCache& into) { return into.reserve_valid(key, value, kv_lens); },
       call);
 }
 

@@ -44,9 +44,10 @@ at::Tensor with_states(const char* module, const at::Tensor& x, const AttentionI
   const auto cache = std::dynamic_pointer_cast<RecurrentCache>(inputs.cache());
   ATTNPACK_CHECK(cache, "cache: got one for keys and values for ", module, ", want a RecurrentCache");
   const auto& ends = inputs.cu_seqlens();
-  const auto held = cache->states(ends ? ends->sym_size(0) - 1 : x.sym_size(0), shapes.conv, shapes.state);
-  if (held.conv.defined()) given.conv_state(held.conv);
-  if (held.state.defined()) given.state(held.state).in_place(cache->writes_in_place() && !at::GradMode::is_enabled());
+  const auto stored = cache->states(ends ? ends->sym_size(0) - 1 : x.sym_size(0), shapes.conv, shapes.state);
+  if (stored.conv.defined()) given.conv_state(stored.conv);
+  if (stored.state.defined())
+    given.state(stored.state).in_place(cache->writes_in_place() && !at::GradMode::is_enabled());
   return rollback_on_error(std::array{cache}, [&] {
     const auto result = call(given);
     cache->advance(result.states, x.sym_size(1), ends ? std::make_optional(ends->diff()) : inputs.kv_lens());

@@ -32,9 +32,9 @@ void copy_rows(const Tensor& cache, const Tensor& x, int64_t b, int64_t position
                   from + (h * x.stride(1) + l * x.stride(2)) * bytes, x.size(3) * bytes);
 }
 
-// The place of a sequence's new rows: `count` rows after the `held` ones, from `slot` of the cache on.
+// The place of a sequence's new rows: `count` rows after its first `length` ones, from `slot` of the cache on.
 struct NewPlace {
-  int64_t held, slot, count;
+  int64_t length, slot, count;
 };
 using NewPlaces = c10::SmallVector<NewPlace, 8>;
 
@@ -49,28 +49,29 @@ NewPlaces find_places(const Tensor& cache_key, const Tensor& cache_value, const 
   const Tensor counts = new_lens ? new_lens->to(at::kLong).contiguous() : Tensor();
   NewPlaces result;
   for (int64_t b = 0; b < key.size(0); ++b) {
-    const int64_t held = lengths.const_data_ptr<int64_t>()[b * lengths.stride(0)];
+    const int64_t length = lengths.const_data_ptr<int64_t>()[b * lengths.stride(0)];
     const int64_t count = new_lens ? counts.const_data_ptr<int64_t>()[b] : all;
     check_new_len(b, count, all);
     const int64_t gone = dropped ? dropped->const_data_ptr<int64_t>()[b * dropped->stride(0)] : 0;
-    ATTNPACK_CHECK(gone >= 0 && gone <= std::max<int64_t>(held, 0), "the cache's dropped[", b, "] is ", gone,
-                   ", wants 0 to its length ", held, ": call reset() on the cache");
-    check_length(b, held - gone, capacity);
+    ATTNPACK_CHECK(gone >= 0 && gone <= std::max<int64_t>(length, 0), "the cache's dropped[", b, "] is ", gone,
+                   ", wants 0 to its length ", length, ": call reset() on the cache");
+    check_length(b, length - gone, capacity);
     ATTNPACK_CHECK(
-        count <= capacity - (held - gone), "cache is full: sequence ", b, " holds ", held - gone, " of ", capacity,
+        count <= capacity - (length - gone), "cache is full: sequence ", b, " holds ", length - gone, " of ", capacity,
         " positions and ", count,
         " are to be appended: make a StaticCache with a larger max_len, or crop() or reset() it; a DynamicCache ",
         "grows, but not for two threads at once: give each thread its own");
-    ATTNPACK_CHECK(!limit || held + count <= limit->expect_int(), "mask covers ", *limit, " keys, sequence ", b,
-                   " has ", held + count, " after the append: with a cache a mask covers all keys, past and new");
-    result.push_back({held, held - gone, count});
+    ATTNPACK_CHECK(!limit || length + count <= limit->expect_int(), "mask covers ", *limit, " keys, sequence ", b,
+                   " has ", length + count, " after the append: with a cache a mask covers all keys, past and new");
+    result.push_back({length, length - gone, count});
   }
   return result;
 }
 
 void write_lengths(const Tensor& lengths, const NewPlaces& places) {
   for (size_t b = 0; b < places.size(); ++b)
-    lengths.mutable_data_ptr<int64_t>()[static_cast<int64_t>(b) * lengths.stride(0)] = places[b].held + places[b].count;
+    lengths.mutable_data_ptr<int64_t>()[static_cast<int64_t>(b) * lengths.stride(0)] =
+        places[b].length + places[b].count;
 }
 
 void kv_cache_append_cpu(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
@@ -109,7 +110,7 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
     for_each_range(key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t b = i / new_positions, l = i % new_positions;
-        const LastAngles& angles = LastAngles::at(places[b].held + l, inv_freq, factor);
+        const LastAngles& angles = LastAngles::at(places[b].length + l, inv_freq, factor);
         rotate_token<scalar_t>(query, b, l, angles.cos(), angles.sin(), half, interleaved, rotated, l);
         if (l < places[b].count)
           rotate_token<scalar_t>(key, b, l, angles.cos(), angles.sin(), half, interleaved, cache_key,

@@ -38,18 +38,18 @@ std::tuple<Tensor, Tensor, Tensor> kv_window_slide_cpu(const Tensor& key, const 
   const int64_t room = capacity.expect_int();
   const Tensor new_dropped = dropped_by_slide(lengths, dropped, window, keep_first);
   const Tensor slots = (lengths - dropped).contiguous(), moved = (new_dropped - dropped).contiguous();
-  const auto* held = slots.const_data_ptr<int64_t>();
+  const auto* stored = slots.const_data_ptr<int64_t>();
   const auto* by = moved.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < slots.numel(); ++b) {
-    check_length(b, held[b], key.size(2));
-    ATTNPACK_CHECK(held[b] - by[b] >= std::min(keep_first, held[b]), "the cache's dropped[", b, "] is ",
-                   held[b] - by[b], " slots short: call reset() on the cache");
-    ATTNPACK_CHECK(held[b] - by[b] <= room, "capacity is ", room, ", wants at least ", held[b] - by[b],
+    check_length(b, stored[b], key.size(2));
+    ATTNPACK_CHECK(stored[b] - by[b] >= std::min(keep_first, stored[b]), "the cache's dropped[", b, "] is ",
+                   stored[b] - by[b], " slots short: call reset() on the cache");
+    ATTNPACK_CHECK(stored[b] - by[b] <= room, "capacity is ", room, ", wants at least ", stored[b] - by[b],
                    ", the positions that sequence ", b, " keeps");
   }
   const auto slid = [&](const Tensor& x) {
     const Tensor result = at::zeros({x.size(0), x.size(1), room, x.size(3)}, x.options());
-    copy_kept(x.contiguous(), result, held, by, keep_first);
+    copy_kept(x.contiguous(), result, stored, by, keep_first);
     return result;
   };
   return {slid(key), slid(value), new_dropped};

@@ -63,8 +63,8 @@ Tensor multiply_widened(const Tensor& input, const Tensor& weight, const std::op
   for (int64_t begin = 0; begin < outputs; begin += step) {
     const int64_t count = std::min(step, outputs - begin);
     const Tensor part = widen_stored_cpu(weight.narrow(0, begin, count), input.scalar_type());
-    const auto own_bias = bias ? std::optional(bias->narrow(0, begin, count)) : std::nullopt;
-    out.narrow(-1, begin, count).copy_(attnpack::linear(input, part, own_bias));
+    const auto part_bias = bias ? std::optional(bias->narrow(0, begin, count)) : std::nullopt;
+    out.narrow(-1, begin, count).copy_(attnpack::linear(input, part, part_bias));
   }
   return out;
 }
@@ -120,8 +120,8 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
     size_t i = 0;
     while (unit >= layers[i].end) ++i;
     const StoredLayer& layer = layers[i];
-    const int64_t own = unit - (i == 0 ? 0 : layers[i - 1].end), row = own / layer.parts * kStoredRows,
-                  output = own % layer.parts * step;
+    const int64_t layer_unit = unit - (i == 0 ? 0 : layers[i - 1].end), row = layer_unit / layer.parts * kStoredRows,
+                  output = layer_unit % layer.parts * step;
     kernels.stored_linear_rows(layer.params, {row, std::min(row + kStoredRows, count)},
                                {output, std::min(output + step, layer.params.outputs)}, scratch);
   };

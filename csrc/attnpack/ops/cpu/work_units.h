@@ -182,7 +182,7 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   });
   if (units.total() == 0) return;
   const auto joined_later = [&](size_t i, const Tiling& t) { return streams(i, t) && ranges_of(i) > 1; };
-  const Counts rows_held(calls.size(), [&](size_t i) {
+  const Counts partial_rows(calls.size(), [&](size_t i) {
     const Tiling t = tile_rows(calls[i]);
     return joined_later(i, t) ? t.kv_heads * ranges_of(i) * t.rows : int64_t{0};
   });
@@ -194,11 +194,11 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   });
   const AttentionParams& any = calls[0];
   const size_t row_bytes = (any.v_head_dim + 2) * (any.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
-  const ThreadScratch<1> partials(rows_held.total() * row_bytes);
+  const ThreadScratch<1> partials(partial_rows.total() * row_bytes);
   const auto partial = [&](size_t call, int64_t ranges, int64_t head, int64_t range) {
     const AttentionParams& p = calls[call];
     const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
-    const int64_t first = rows_held.before(call) + head * ranges * tile_rows(p).rows + range * rows;
+    const int64_t first = partial_rows.before(call) + head * ranges * tile_rows(p).rows + range * rows;
     return static_cast<char*>(partials.data()) + first * row_bytes;
   };
   const auto unit_of_ranges = [&](int64_t unit, void* scratch) {

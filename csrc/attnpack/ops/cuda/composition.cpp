@@ -44,8 +44,8 @@ void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value
   if (key.size(2) == 0) return;
   const Tensor counts = new_lens ? new_lens->to(at::kLong) : at::full_like(lengths, key.size(2));
   // Slot j of sequence b takes new position j - (lengths - dropped)[b], where there is one.
-  const Tensor held = dropped ? lengths - *dropped : lengths;                                  // [B]
-  const Tensor source = at::arange(cache_key.size(2), lengths.options()) - held.unsqueeze(1);  // [B, capacity]
+  const Tensor stored = dropped ? lengths - *dropped : lengths;                                  // [B]
+  const Tensor source = at::arange(cache_key.size(2), lengths.options()) - stored.unsqueeze(1);  // [B, capacity]
   const Tensor fresh = source.ge(0).logical_and(source < counts.unsqueeze(1)).unsqueeze(1).unsqueeze(-1);
   const Tensor index = source.clamp(0, key.size(2) - 1).unsqueeze(1).unsqueeze(-1);
   const auto write = [&](const Tensor& cache, const Tensor& x) {

@@ -15,13 +15,13 @@ constexpr int64_t kFewCudaRows = 2;
 
 // Until a GPU has shown where our kernel is faster than torch's, it runs only on request:
 // ATTNPACK_CUDA_LINEAR=attnpack.
-bool takes_own_kernel() {
+bool takes_attnpack_kernel() {
   const char* named = std::getenv("ATTNPACK_CUDA_LINEAR");
   return named && std::strcmp(named, "attnpack") == 0;
 }
 
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const CudaKernels* kernels = takes_own_kernel() ? cuda_kernels(input.device().index()) : nullptr;
+  const CudaKernels* kernels = takes_attnpack_kernel() ? cuda_kernels(input.device().index()) : nullptr;
   if (!kernels || !fits_few_rows(input, weight, bias) || input.numel() / input.size(-1) > kFewCudaRows)
     return linear_formula(input, weight, bias);
   const Target target(input);

@@ -64,11 +64,11 @@ class SelectedRows {
       added = args_.alibi_slopes->detach().to(accumulation).view({1, -1, 1, 1}) *
               (position_ - of_heads(keys_, num_heads)).abs().neg().to(accumulation);
     if (args_.mask) {
-      const Tensor own = mask_at_keys(*args_.mask, num_heads);
-      if (own.scalar_type() == at::kBool)
-        mask = mask & own;
+      const Tensor given = mask_at_keys(*args_.mask, num_heads);
+      if (given.scalar_type() == at::kBool)
+        mask = mask & given;
       else
-        added = added ? *added + own.to(accumulation) : own.to(accumulation);
+        added = added ? *added + given.to(accumulation) : given.to(accumulation);
     }
     if (added) mask = added->masked_fill(mask.logical_not(), -std::numeric_limits<double>::infinity());
     r.mask = mask.transpose(1, 2).flatten(0, 1).unsqueeze(2);

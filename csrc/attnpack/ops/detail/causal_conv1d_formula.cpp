@@ -46,9 +46,9 @@ CausalConv1dResult causal_conv1d_formula(const Tensor& x, const Tensor& weight, 
     std::vector<Tensor> outs{inputs.to(wide).narrow(1, 0, 0)}, states{before.narrow(0, 0, 0)};
     for (size_t n = 0; n + 1 < ends.size(); ++n) {
       const Tensor part = inputs.narrow(1, ends[n], ends[n + 1] - ends[n]),
-                   held = before.narrow(0, static_cast<int64_t>(n), 1);
-      outs.push_back(convolve(held.to(wide), part.to(wide), taps, bias));
-      states.push_back(at::cat({held, part}, 1).narrow(1, part.size(1), past));
+                   past_inputs = before.narrow(0, static_cast<int64_t>(n), 1);
+      outs.push_back(convolve(past_inputs.to(wide), part.to(wide), taps, bias));
+      states.push_back(at::cat({past_inputs, part}, 1).narrow(1, part.size(1), past));
     }
     out = at::cat(outs, 1), last = at::cat(states, 0);
   }

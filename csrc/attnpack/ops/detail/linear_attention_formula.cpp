@@ -46,9 +46,9 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   }
   Tensor deltas = v;
   if (beta.defined()) {
-    const Tensor held = at::matmul(g.defined() ? k * from_start : k, state), weights = beta.unsqueeze(-1);
+    const Tensor predicted = at::matmul(g.defined() ? k * from_start : k, state), weights = beta.unsqueeze(-1);
     const Tensor one = at::eye(k.size(-2), k.options());
-    deltas = at::linalg_solve_triangular(one + weights * overlaps, weights * (v - held), /*upper=*/false,
+    deltas = at::linalg_solve_triangular(one + weights * overlaps, weights * (v - predicted), /*upper=*/false,
                                          /*left=*/true, /*unitriangular=*/true);
   }
   const Tensor out = at::matmul(g.defined() ? q * from_start : q, state) + at::matmul(probs, deltas);

@@ -77,13 +77,13 @@ def _adopt_into(ours: nn.Module, theirs: nn.Module) -> None:
     for name, parameter in theirs.named_parameters(recurse=False):
         setattr(ours, name, parameter)
     for name, child in theirs.named_children():
-        own = getattr(ours, name, None)
-        if own is None and next(child.parameters(), None) is None:
+        our_child = getattr(ours, name, None)
+        if our_child is None and next(child.parameters(), None) is None:
             continue  # an activation
-        if isinstance(own, RMSNorm):
+        if isinstance(our_child, RMSNorm):
             setattr(ours, name, norm_on_the_weight_of(child, plus_one=False))
-        elif isinstance(own, ForgetGate):
-            _adopt_into(own, child)
+        elif isinstance(our_child, ForgetGate):
+            _adopt_into(our_child, child)
         else:
             setattr(ours, name, child)
 

@@ -24,7 +24,9 @@ from ..sharded_attention import (
     check_mask_share,
     grouped_share,
     positions_here,
+    refuse_chunk,
     refuse_context_parallel,
+    refuse_named_keys,
     sharded_attention,
 )
 
@@ -73,14 +75,8 @@ class NativeAttention(NativeModule):
         over = sharded_attention(cache)
         with unchanged_on_error(cache):
             if over is not None:
-                if self.chunk is not None:
-                    raise ValueError(
-                        f"attnpack: chunk: got {self.chunk}, which is not supported over several processes"
-                    )
-                if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
-                    raise ValueError(
-                        "attnpack: key_index: got one, which is not supported over several processes; leave it out"
-                    )
+                refuse_chunk(self.chunk)
+                refuse_named_keys(inputs.get("key_index"), inputs.get("key_block", 1))
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
             appends = cache is not None and not isinstance(cache, CrossCache)
@@ -339,17 +335,17 @@ class ContextAttention(NativeAttention):
             if isinstance(kv_from, SharedKeys):
                 return self._attend_over(x, kv_from, **inputs)
             return self._attend_shared(x, kv_from, need_weights, **inputs, **named)
-        held = cache if isinstance(cache, CrossCache) else None
-        if held is not None:
-            held.check_call(x, context)
-        if held is not None and held.filled:
+        cross_cache = cache if isinstance(cache, CrossCache) else None
+        if cross_cache is not None:
+            cross_cache.check_call(x, context)
+        if cross_cache is not None and cross_cache.filled:
             check_input("x", x, self.embed_dim, self._input_projection())
-            key, value = held.k, held.v
+            key, value = cross_cache.k, cross_cache.v
             query = self._queries(x, key)
         else:
-            self._check(x, context, value_context, cache if held is None else None)
+            self._check(x, context, value_context, cache if cross_cache is None else None)
             query, key, value = self._heads(x, context, value_context)
-        cross = context is not None or held is not None
+        cross = context is not None or cross_cache is not None
         check_mask_share(self, mask, query.size(1))
         return self._attend(
             x,

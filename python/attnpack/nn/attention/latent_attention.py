@@ -21,7 +21,13 @@ from ...signatures import LatentInputs, types_of
 from ..linear import plain_weight, project, query_latent
 from ..norm import RMSNorm
 from ..rope import RotaryEmbedding, rotate_rows
-from ..sharded_attention import check_mask_share, latent_share, refuse_context_parallel, sharded_attention
+from ..sharded_attention import (
+    check_mask_share,
+    latent_share,
+    refuse_context_parallel,
+    refuse_named_keys,
+    sharded_attention,
+)
 from .base import NativeAttention, packed_inputs, split_heads
 
 _NORM_EPS = 1e-6
@@ -183,10 +189,7 @@ class MultiHeadLatentAttention(NativeAttention):
         check_mask_share(self, inputs["mask"], query.size(1))
         over = sharded_attention(cache)
         if over is not None:
-            if key_index is not None:
-                raise ValueError(
-                    "attnpack: key_index: got one, which is not supported over several processes; leave it out"
-                )
+            refuse_named_keys(key_index)
             inputs |= {"cache": cache, "need_weights": need_weights}
             return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
         past = None if cache is None or cache.lengths.size(0) != x.size(0) else cache.lengths

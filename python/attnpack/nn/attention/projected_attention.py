@@ -1,4 +1,4 @@
-"""Attention over q, k and v that are projected already."""
+"""Attention over queries, keys and values that the caller has projected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .base import NativeAttention, packed_inputs, split_heads
 
 
 class ProjectedAttention(NativeAttention):
-    """Attention over q, k and v that are projected already. It has no parameters.
+    """Attention over q, k and v, which the caller has projected. It has no parameters.
 
     Args:
         num_heads, num_kv_heads, head_dim: number and width of the heads in the last dim of q, k and v.

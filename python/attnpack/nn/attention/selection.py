@@ -21,22 +21,22 @@ def name_keys(
     top_k: int,
     num_local: int,
     head_dim: int,
-    held: SparseCache | LatentCache | None,
+    shared_cache: SparseCache | LatentCache | None,
     index_cache: IndexCache,
     settings: dict[str, Any],
 ) -> Tensor | None:
-    """The keys that an indexer names, None for all. Its keys go beside those of `held`, or into `index_cache`."""
+    """The keys that an indexer names, None for all. Its keys go into `shared_cache` or `index_cache`."""
     key, length = tokens[1], tokens[1].size(2)
     room = None
     if index_cache is not None:
         room = index_cache.reserve_latents(key, head_dim)
-    elif held is not None:
-        room = held.reserve_index(key)
+    elif shared_cache is not None:
+        room = shared_cache.reserve_index(key)
     named = index_keys(*tokens, top_k, num_local, cache=room, **settings)
     if index_cache is not None:
         index_cache.commit(length, settings["kv_lens"])
     keys = length if room is None else room[0].size(2)
-    # A graph is to hold for other lengths too.
+    # A traced graph must be right for other lengths too, where the keys named are not all.
     return named if torch.compiler.is_compiling() or named.size(3) < keys else None
 
 

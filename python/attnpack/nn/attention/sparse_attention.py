@@ -132,12 +132,12 @@ class SparseAttention(ContextAttention):
         self._check_call(x, cache, index_cache)
         causal = self.causal if causal is None else causal
         place = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
-        held = cache if isinstance(cache, SparseCache) else None
-        with unchanged_on_error(index_cache), unchanged_on_error(held):
-            key_index = self._named(x, held, index_cache, place) if self._indexes else None
+        sparse_cache = cache if isinstance(cache, SparseCache) else None
+        with unchanged_on_error(index_cache), unchanged_on_error(sparse_cache):
+            key_index = self._named(x, sparse_cache, index_cache, place) if self._indexes else None
             query, key, value = self._heads(x, None, None)
-            if held is not None and self._keeps_sums:
-                held.keep_sums(self.key_block, x.size(1))
+            if sparse_cache is not None and self._keeps_sums:
+                sparse_cache.keep_sums(self.key_block, x.size(1))
             inputs = {"positions": positions, "cross": False, "mask": mask, "causal": causal}
             return self._attend(
                 x, query, key, value, cache, kv_lens, need_weights, **inputs, **self._selection(key_index)
@@ -229,11 +229,12 @@ class SparseAttention(ContextAttention):
 
     @torch.no_grad()
     def _named(
-        self, x: Tensor, held: SparseCache | None, index_cache: IndexCache, place: dict[str, Any]
+        self, x: Tensor, sparse_cache: SparseCache | None, index_cache: IndexCache, place: dict[str, Any]
     ) -> Tensor | None:
-        """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
+        """The keys that the indexer names, None for all. Its keys go into `sparse_cache`, or `index_cache`."""
         settings = place | {"rope": self._rope_settings}
-        return name_keys(self._indexer(x), self.top_k, self.num_local, self.index_head_dim, held, index_cache, settings)
+        sizes = self.top_k, self.num_local, self.index_head_dim
+        return name_keys(self._indexer(x), *sizes, sparse_cache, index_cache, settings)
 
     def _check_call(self, x: Tensor, cache: KVCache | None, index_cache: IndexCache) -> None:
         check_selects("SparseAttention", x, cache, "a DynamicCache or StaticCache")

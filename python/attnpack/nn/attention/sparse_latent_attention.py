@@ -139,12 +139,12 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         reject_keywords(unknown)
         self._check_call(x, cache)
         check_index_cache("SparseLatentAttention", cache, index_cache, LatentCache)
-        held = cache if isinstance(cache, LatentCache) else None
+        latent_cache = cache if isinstance(cache, LatentCache) else None
         causal = self.causal if causal is None else causal
         inputs = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         with unchanged_on_error(index_cache), unchanged_on_error(cache):
             low = self._query_input(x)
-            key_index = self._named(x, low, held, index_cache, inputs)
+            key_index = self._named(x, low, latent_cache, index_cache, inputs)
             inputs["cross"] = False
             return self._attend_tokens(x, self._latents(x, None, low), cache, key_index, need_weights, **inputs)
 
@@ -197,17 +197,17 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         self,
         x: Tensor,
         low: Tensor,  # `_query_input(x)`
-        held: LatentCache | None,
+        latent_cache: LatentCache | None,
         index_cache: IndexCache,
         place: dict[str, Any],
     ) -> Tensor | None:
-        """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
+        """The keys that the indexer names, None for all. Its keys go into `latent_cache`, or `index_cache`."""
         return name_keys(
             self.indexer(low, x),
             self.top_k,
             0,
             self.index_head_dim,
-            held,
+            latent_cache,
             index_cache,
             place | {"rope": self._index_rope},
         )

@@ -46,7 +46,7 @@ def measure_decoding(
             say(f"the first of {len(natives)} caches is full; about {duration(rest)} left, until {finish(rest)}")
         for part in prompt.split(_CHUNK, 1):
             native.forward(part, cache=caches[name])
-    held = {name: cache.nbytes for name, cache in caches.items()}
+    bytes_of = {name: cache.nbytes for name, cache in caches.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for step in range(_WARM_UP + _STEPS):
         for name, native in natives.items():
@@ -54,4 +54,4 @@ def measure_decoding(
             native.forward(prompt[:, :1], cache=caches[name])
             if step >= _WARM_UP:
                 times[name].append(time.perf_counter() - begin)
-    return {name: Decoding(context, held[name], 1e3 * statistics.median(times[name])) for name in models}
+    return {name: Decoding(context, bytes_of[name], 1e3 * statistics.median(times[name])) for name in models}

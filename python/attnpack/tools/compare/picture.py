@@ -62,9 +62,9 @@ def draw(entries: dict[str, Entry], title: str, context: int) -> Drawing:
     loss and cost."""
     ends = [entry.loss + side * (entry.loss_spread or 0.0) for entry in entries.values() for side in (-1, 1)]
     losses = Axis(ends, _BOTTOM, _TOP)
-    held = {name: entry.cache_bytes_per_token for name, entry in entries.items()}
+    cache_bytes = {name: entry.cache_bytes_per_token for name, entry in entries.items()}
     took = {name: entry.ms_per_token for name, entry in entries.items()}
-    left = _Panel(entries, losses, held, LogAxis(list(held.values()), *_PANELS[0]), _PANELS[0])
+    left = _Panel(entries, losses, cache_bytes, LogAxis(list(cache_bytes.values()), *_PANELS[0]), _PANELS[0])
     right = _Panel(entries, losses, took, Axis(list(took.values()), *_PANELS[1]), _PANELS[1])
     seeds = max(len(entry.losses) for entry in entries.values())
     notes = [

@@ -42,7 +42,7 @@ def cached_steps(module: MultiHeadLatentAttention, prompt: Tensor, steps: int) -
     cache = LatentCache()
     module(prompt, cache=cache)
     used, kv_bytes = len(cache), cache.nbytes // len(cache)
-    latents, keys = (F.pad(held[:, 0], (0, 0, 0, steps)).contiguous() for held in (cache.c, cache.k_rope))
+    latents, keys = (F.pad(part[:, 0], (0, 0, 0, steps)).contiguous() for part in (cache.c, cache.k_rope))
 
     def sdpa_step(token: Tensor) -> Tensor:
         nonlocal used

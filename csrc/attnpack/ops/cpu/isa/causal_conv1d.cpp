@@ -182,9 +182,9 @@ struct ConvBackwardScratch {
 
   // The gradient of input t, from the tokens t to t + past whose sums read it, and from the state that holds it.
   void store_input(int64_t t, int64_t begin, S* to) {
-    const int64_t held = t - (of.count - past);
+    const int64_t state_index = t - (of.count - past);
     const S* const grad_state =
-        bp.grad_state && held >= 0 ? of.state_row(static_cast<const S*>(bp.grad_state), held) : nullptr;
+        bp.grad_state && state_index >= 0 ? of.state_row(static_cast<const S*>(bp.grad_state), state_index) : nullptr;
     for (int64_t c = 0; c < of.width; c += kLanes<A>) {
       Vec<A> sum{};
       if (grad_state) sum = of.load_upto(grad_state + c, smaller(kLanes<A>, of.width - c));

@@ -59,8 +59,8 @@ inline bool store_rounded(void* p, FloatVector x) {
 }
 // Copies count <= 16 pairs from a row of `numbers` bf16. Numbers past the row count as 0.
 inline void copy_pairs(const void* from, int64_t numbers, int64_t count, uint32_t* to) {
-  const int64_t held = numbers < 2 * count ? numbers : 2 * count;
-  const __m512i x = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << held) - 1), from);
+  const int64_t loaded = numbers < 2 * count ? numbers : 2 * count;
+  const __m512i x = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << loaded) - 1), from);
   _mm512_mask_storeu_epi32(to, static_cast<__mmask16>((1u << count) - 1), x);
 }
 #endif

@@ -61,12 +61,12 @@ inline void read_block(const uint8_t* p, float* to) {
     const float scale = half_number(p), offset = half_number(p + 2);
     const uint8_t *const high = p + 16, *const codes = kFormat == F::kQ5_K ? p + 48 : p + 16;
     for (int part = 0; part < 8; ++part) {
-      const float own = scale * static_cast<float>(packed_scale(p + 4, part)),
+      const float part_scale = scale * static_cast<float>(packed_scale(p + 4, part)),
                   less = offset * static_cast<float>(packed_offset(p + 4, part));
       for (int i = 0; i < 32; ++i) {
         int code = codes[part / 2 * 32 + i] >> part % 2 * 4 & 15;
         if (kFormat == F::kQ5_K) code |= (high[i] >> part & 1) << 4;
-        to[part * 32 + i] = own * static_cast<float>(code) - less;
+        to[part * 32 + i] = part_scale * static_cast<float>(code) - less;
       }
     }
   } else {
@@ -130,8 +130,8 @@ template <StoredFormat kFormat, int kBlocks, class To>
     const Floats scale = upper_halves(load_column(p + 206, stride));
     load_columns(p + 192, stride, x);
     unrolled<16>([&](auto i) ATTNPACK_INLINED {
-      const Floats own = scale * to_floats(signed_byte<i % 4>(x[i / 4]));
-      to.put_scale(i, own, own * -32.0f);
+      const Floats part_scale = scale * to_floats(signed_byte<i % 4>(x[i / 4]));
+      to.put_scale(i, part_scale, part_scale * -32.0f);
     });
 #pragma GCC unroll 2
     for (int part = 0; part < 2; ++part) {

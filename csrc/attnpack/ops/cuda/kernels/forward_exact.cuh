@@ -58,12 +58,12 @@ ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan&
       shared.sum[Share::owner(i)] = state[i].sum;
     }
   sync_block();
-  const int64_t own_column = column + thread_id();
+  const int64_t thread_column = column + thread_id();
 #pragma unroll
   for (int o = 0; o < kOwners; ++o)
     if (o < count)
-      write_row<S, A>(p, plan, workspace, u, first + o, shared.rows[o], {shared.max[o], shared.sum[o]}, own_column,
-                      p.v_head_dim < own_column + 1 ? p.v_head_dim : own_column + 1, 1, own_column == 0,
+      write_row<S, A>(p, plan, workspace, u, first + o, shared.rows[o], {shared.max[o], shared.sum[o]}, thread_column,
+                      p.v_head_dim < thread_column + 1 ? p.v_head_dim : thread_column + 1, 1, thread_column == 0,
                       [&](int64_t) { return values[o]; });
 }
 

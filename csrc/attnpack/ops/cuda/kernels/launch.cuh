@@ -17,7 +17,7 @@ namespace attnpack::cuda {
     }                                                             \
   } while (0)
 
-// An error that an earlier call left behind is said here, once, as torch's checks say it. Else nobody would hear of it.
+// An error that an earlier call left behind is raised here, once, as torch's checks raise it. Else nobody would see it.
 inline const char* earlier_error() {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess || error == cudaErrorNotReady) return nullptr;

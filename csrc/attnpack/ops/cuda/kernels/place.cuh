@@ -72,10 +72,10 @@ ATTNPACK_HD inline Token token_of(const PlaceParams& p, int64_t index) {
     t.b = t.from_batch = index / p.new_positions;
     t.from_row = among_new = index % p.new_positions;
   }
-  const int64_t held = p.lengths[t.b * p.lengths_stride];
-  t.position = held + among_new;
+  const int64_t length = p.lengths[t.b * p.lengths_stride];
+  t.position = length + among_new;
   t.slot = t.position - (p.dropped ? p.dropped[t.b * p.dropped_stride] : 0);
-  const bool valid = held >= 0 && t.slot >= among_new && t.slot < p.capacity &&
+  const bool valid = length >= 0 && t.slot >= among_new && t.slot < p.capacity &&
                      (p.cu_seqlens || among_new < (p.new_lens ? p.new_lens[t.b] : p.new_positions));
   if (!valid) t.slot = -1;
   return t;

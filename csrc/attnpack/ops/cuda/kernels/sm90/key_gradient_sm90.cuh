@@ -222,7 +222,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     if (huge) for_each([](float& x, int, int32_t) { x = bounded_exponent(x); });
     for_each([](float& x, int, int32_t) { x = power_of_two(x); });
     if (!inside)
-      for_each([&](float& x, int row, int32_t own) { x = own >= rows.begin[row] && own < rows.end[row] ? x : -0.f; });
+      for_each([&](float& x, int row, int32_t key) { x = key >= rows.begin[row] && key < rows.end[row] ? x : -0.f; });
   }
   // g = dS / scale = P (dP - delta).
   ATTNPACK_DEVICE void compute_gradients_of_scores(const Others& rows, const Products& s, Products& g) {
@@ -253,22 +253,22 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
   ATTNPACK_DEVICE bool write_to(const ToKey& key_row, const ToValue& value_row, bool cleaned) {
     const float scale = static_cast<float>(p_.scale);
     if (cleaned) {
-      const Work own = work();
-      const OwnersPlace& at = own.at;
-      const RowOfSteps row{own.first_query, own.steps_of_head * kStep, own.members};
-      const Range rows{int64_t{own.first_step} * kStep, int64_t{own.first_step + own.steps} * kStep};
+      const Work assigned = work();
+      const OwnersPlace& at = assigned.at;
+      const RowOfSteps row{assigned.first_query, assigned.steps_of_head * kStep, assigned.members};
+      const Range rows{int64_t{assigned.first_step} * kStep, int64_t{assigned.first_step + assigned.steps} * kStep};
       const auto number = [&](const void* base, const Strides& strides, bool as_nan) {
         const RowNumber<S> of_row{&p_, static_cast<const S*>(base) + at.batch * strides.batch, strides, at.kv_head,
                                   as_nan};
-        return NumberOfSteps<S>{row, of_row, own.members * p_.q_len};
+        return NumberOfSteps<S>{row, of_row, assigned.members * p_.q_len};
       };
       const SeenInSteps seen{row, {&p_, at.batch, at.kv_head, at.first}};
       sync_threads(kBoth, kWorkers);
       put_fragments<Base::kSumStride>(shared_.sum[0], key_sum_, first_owner(), scale);
       put_fragments<Base::kSumStride>(shared_.sum[1], value_sum_, first_owner());
-      Base::write_cleaned(shared_.sum[0], own.count, p_.head_dim, rows, key_row,
+      Base::write_cleaned(shared_.sum[0], assigned.count, p_.head_dim, rows, key_row,
                           number(p_.query, p_.query_strides, true), seen);
-      Base::write_cleaned(shared_.sum[1], own.count, p_.v_head_dim, rows, value_row,
+      Base::write_cleaned(shared_.sum[1], assigned.count, p_.v_head_dim, rows, value_row,
                           number(bp_.grad_out, bp_.grad_out_strides, false), seen);
       return false;
     }

@@ -105,16 +105,16 @@ ATTNPACK_DEVICE void copy_boxes(S* tile, const TileMap& map, Barrier& there, int
 // A dimension without a step has size 1 in the map.
 ATTNPACK_DEVICE int place_in_map(int64_t stride, int64_t i) { return stride ? static_cast<int>(i) : 0; }
 
-// Whether any thread of the block says so. said: in shared memory, false before. Not by any_in_block: its threads would
-// wait at different places.
+// Whether any thread of the block found it so. found: in shared memory, false before. Not by any_in_block: its threads
+// would wait at different places.
 constexpr int kAllThreads = 8;  // the number of their barrier
 template <int Warps>
-ATTNPACK_DEVICE bool any_in_all(bool broken, bool (&said)[Warps]) {
+ATTNPACK_DEVICE bool any_in_all(bool broken, bool (&found)[Warps]) {
   sync_warp();
-  if (ballot(broken) && thread_id() % kWarp == 0) said[thread_id() / kWarp] = true;
+  if (ballot(broken) && thread_id() % kWarp == 0) found[thread_id() / kWarp] = true;
   sync_threads(kAllThreads, Warps * kWarp);
   bool any = false;
-  for (const bool each : said) any |= each;
+  for (const bool each : found) any |= each;
   return any;
 }
 

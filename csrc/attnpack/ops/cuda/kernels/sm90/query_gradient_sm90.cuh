@@ -168,7 +168,7 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
                                        const float (&delta)[2], Products& s, Products& g) {
     finish_scores<Scores::kPlain>(p_, b_, rows, begin, s);
     const float multiplier = multiplier_of<Scores::kPlain>(p_);
-    const auto weigh = [&](const auto& bounded) {
+    const auto set_weights = [&](const auto& bounded) {
 #pragma unroll
       for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
@@ -178,9 +178,9 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
         }
     };
     if (is_huge(lse[0]) || is_huge(lse[1]))
-      weigh([](float x) { return bounded_exponent(x); });
+      set_weights([](float x) { return bounded_exponent(x); });
     else
-      weigh([](float x) { return x; });
+      set_weights([](float x) { return x; });
   }
 
   // Keys past the last one may be anything: their weights are 0, but 0 * NaN is not.
