@@ -343,7 +343,6 @@ def test_a_model_that_latent_attention_cannot_hold_is_refused(settings, words):
         (("--kv-lora-rank", 8, "--rope-dim", 18), "--rope-dim: got 18, want an even number from 2 to 16"),
         (("--kv-heads", 1, "--rope-dim", 8), "--rope-dim: got one without --kv-lora-rank"),
         (("--rope-dim", 8), "--rope-dim: got one without --kv-lora-rank; give both, or leave it out"),
-        ((), "--kv-heads, --kv-lora-rank, --to-gguf: got none, want one"),
         (("--kv-lora-rank", 8, "--seed", 1, "--encoder"), "--seed, --encoder: got together with --kv-lora-rank"),
     ],
 )

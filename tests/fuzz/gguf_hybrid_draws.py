@@ -98,6 +98,7 @@ def kimi_linear(rng: random.Random) -> Drawn:
           "qk_nope_head_dim": rng.choice([4, 8]), "qk_rope_head_dim": turned, "v_head_dim": rng.choice([6, 9]),
           "n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": rng.choice([0, 1, 2]),
           "routed_scaling_factor": rng.choice([1.0, 1.5]), "n_group": 1, "topk_group": 1}  # fmt: skip
+    m |= {"expert_group_count": rng.choice([1, None]), "expert_group_used_count": rng.choice([1, None])}
     if s["num_local_experts"] > 2 and rng.random() < 0.4:
         s["n_group"], s["topk_group"] = 2, rng.choice([1, 2])
         m |= {"expert_group_count": 2, "expert_group_used_count": s["topk_group"]}

@@ -78,7 +78,9 @@ def test_debug_shows_the_traceback():
 def test_wrong_usage_is_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
-    assert stop.value.code == 2 and "usage: attnpack" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "usage: attnpack" in said
+    assert "convert" not in arguments or "give --kv-heads, --kv-lora-rank or --to-gguf" in said
 
 
 @pytest.mark.parametrize("command", [["demo"], ["generate", "hello"]], ids=lambda command: command[0])

@@ -102,7 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
     out = "directory to make, which transformers opens as it is; with --to-gguf a file"
     convert.add_argument("out", type=Path, metavar="OUT", help=out)
     wanted = convert.add_mutually_exclusive_group()  # one is required: command.main says so, and what a flag lacks
-    wanted.add_argument("--kv-heads", type=_positive, metavar="N", help="key-value heads of OUT")
+    wanted.add_argument(
+        "--kv-heads", type=_positive, metavar="N", help="key-value heads of OUT; this or one of the next two"
+    )
     rank = "latent attention with latents of this width in every layer, written as a dense DeepSeek-V3"
     wanted.add_argument("--kv-lora-rank", type=_positive, metavar="R", help=rank)
     gguf = "write the GGUF file IN again with its matrices in this format, and change nothing else"
@@ -127,7 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help=tokens)
     convert.add_argument("--encoder", action="store_true", help="convert the encoder of an encoder-decoder too")
     options = ("method", "window", "groups", "seed", "encoder", "rope_dim", "dtype", "text", "tokens")
-    convert.set_defaults(ungiven={name: convert.get_default(name) for name in options})
+    convert.set_defaults(ungiven={name: convert.get_default(name) for name in options}, wrong_usage=convert.error)
 
     example = "attnpack uptrain converted --text corpus.txt --minutes 30"
     uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)

@@ -38,10 +38,7 @@ def main(args: argparse.Namespace) -> None:
     if args.rope_dim is not None:
         raise ValueError("--rope-dim: got one without --kv-lora-rank; give both, or leave it out")
     if args.kv_heads is None:
-        raise ValueError(
-            "--kv-heads, --kv-lora-rank, --to-gguf: got none, want one, which says what OUT is; give --kv-heads 1 for "
-            "one key-value head"
-        )
+        args.wrong_usage("give --kv-heads, --kv-lora-rank or --to-gguf: what OUT is, as --kv-heads 1")
     request = Request(
         kv_heads=args.kv_heads,
         method=args.method,
