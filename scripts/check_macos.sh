@@ -31,14 +31,14 @@ zig=$out/zig/ziglang/zig
 for tool in ar ranlib; do printf '#!/bin/sh\nexec "%s" %s "$@"\n' "$zig" "$tool" >"$out/tools/$tool"; done
 cat >"$out/tools/c++" <<SH
 #!/bin/bash
-exec "$zig" c++ -target aarch64-macos.14.0 -include float.h "\${@/#-march=armv8.2-a/-mcpu=generic+v8_2a}" -O0
+arguments=("\${@/#-march=armv8.2-a/-mcpu=generic+v8_2a}")
+exec "$zig" c++ -target aarch64-macos.14.0 -include float.h "\${arguments[@]/#-bundle/-dynamiclib}" -O0
 SH
 chmod +x "$out"/tools/*
 cmake -S . -B "$out/tree" -G Ninja -DCMAKE_SYSTEM_NAME=Darwin -DCMAKE_SYSTEM_PROCESSOR=arm64 \
   -DCMAKE_CXX_COMPILER="$out/tools/c++" -DCMAKE_AR="$out/tools/ar" -DCMAKE_RANLIB="$out/tools/ranlib" \
   -DCMAKE_BUILD_TYPE=Release -DATTNPACK_CUDA=OFF \
   -DCMAKE_OSX_DEPLOYMENT_TARGET= -DPython_EXECUTABLE="$(command -v python)" -DATTNPACK_TORCH_DIR="$out/torch" \
-  -DCMAKE_SHARED_MODULE_CREATE_CXX_FLAGS=-dynamiclib \
   -DPython_INCLUDE_DIR="$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')"
 if [ "${1:-}" = --configure ]; then exit; fi
 cmake --build "$out/tree" --parallel "$(nproc)"
