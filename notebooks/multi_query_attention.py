@@ -554,8 +554,8 @@ assert 1 < gain < heads
 # reads 1/32 of what MHA reads, but it is not 32 times as fast (last line): the multiplications of 32 heads remain (see
 # [grouped_query_attention](grouped_query_attention.ipynb)).
 #
-# The notebook [kv_cache](kv_cache.ipynb) follows the memory up to a million tokens. [performance](performance.ipynb)
-# has more shapes and dtypes, measured over more keys and in another minute: its ratios differ from these.
+# The notebook [latent_attention](latent_attention.ipynb) follows the memory up to a million tokens.
+# [performance](performance.ipynb) has more shapes and dtypes, measured over more keys and in another minute: its ratios differ from these.
 
 # %% [markdown]
 # ## Summary

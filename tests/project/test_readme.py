@@ -181,7 +181,7 @@ def stored_on_cuda() -> dict[str, tuple[tuple[str, ...], list[str]]]:
 def test_the_figures_of_cuda_are_stored():
     stored = stored_on_cuda()
     (heading,) = re.findall(r"^\| (.*times as fast as) \| FlashAttention-2 \| cuDNN \|$", README, flags=re.M)
-    assert heading.startswith("earlier kernels on an H200, 2026-11-26 and 27; [changed since](docs/cuda.md)")
+    assert heading.startswith("earlier kernels on two H200, 2026-11-26 and 27; [changed since](docs/cuda.md)")
     for day in ("2026-11-26", "2026-11-27"):
         assert f"bf16, {day}" in (ROOT / "docs/cuda.md").read_text(), "the days of the tables"
     pair = r"([\d.]+) to ([\d.]+)"

@@ -220,6 +220,38 @@ def test_a_stopped_comparison_goes_on(number, text, tmp_path, capsys):
     assert content["runs"]["mqa/1"]["loss"] == pytest.approx(training.held_out_loss(model, data.held_out), abs=1e-4)
 
 
+def test_the_first_run_that_was_stopped_is_not_lost(text, tmp_path, monkeypatch, capsys):
+    """compare.json is not there yet: only the saved state says with which settings it began."""
+    step, folder = training.ByteTraining.train_step, tmp_path / "stopped"
+
+    def stops_at_ten(work):
+        if work.steps == 10:
+            raise KeyboardInterrupt
+        return step(work)
+
+    monkeypatch.setattr(training.ByteTraining, "train_step", stops_at_ten)
+    assert cli.main(arguments(text, folder, "--seeds", 1, names=("mqa",))) == 130
+    monkeypatch.undo()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert list(before) == [STATE]
+    assert cli.main(arguments(text, folder, "--seeds", 1, names=("mqa",), steps=26)) == 2
+    error = capsys.readouterr().err
+    assert "was made with --steps 25, not 26" in error and {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    # It goes first, although the command names another variant before it.
+    assert cli.main(arguments(text, folder, "--seeds", 1, names=("mha", "mqa"))) == 0
+    assert "mqa, seed 0: goes on after 10 steps" in capsys.readouterr().err
+    assert set(saved(folder)["runs"]) == {"mha/0", "mqa/0"} and not (folder / STATE).exists()
+
+
+def test_a_damaged_record_is_told(compared, text, tmp_path, capsys):
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "compare.json").write_text((compared / "compare.json").read_text()[:50])
+    assert cli.main(arguments(text, folder)) == 2
+    error = capsys.readouterr().err
+    assert "compare.json: holds no comparison" in error and "remove the file to begin anew" in error
+
+
 @pytest.mark.parametrize("params", [20_000, 200_000, 5_000_000, 100_000_000])
 def test_models_are_equal_in_parameters(params):
     scale = models.scale_of(params)

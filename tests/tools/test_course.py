@@ -170,6 +170,28 @@ WRONG = {
     "no mask": (course.check_attention, attnpack.attention, "differs"),
     "no scale": (course.check_attention, lambda q, k, v: attend(2 * q, k, v), "differs"),
     "wrong sum": (course.check_attention, lambda q, k, v: attend(q, k, v).sum(1), "has the shape"),
+    "attention by the library": (
+        course.check_attention,
+        lambda q, k, v: attnpack.attention(q, k, v, causal=True),
+        "right numbers, but of attnpack::attention",
+    ),
+    "rotation by the library": (
+        course.check_rotation,
+        lambda x, positions: attnpack.RotaryEmbedding(8)(x, positions),
+        "right numbers, but of attnpack::",
+    ),
+    "padding by the library": (
+        course.check_padded_source,
+        lambda q, k, v, lens: attnpack.attention(q, k, v, kv_lens=lens),
+        "right numbers, but of attnpack::attention",
+    ),
+    "delta rule by the library": (
+        course.check_delta_rule,
+        lambda q, k, v, beta: attnpack.linear_attention(
+            q[None, None], k[None, None], v[None, None], beta=beta[None, None], scale=1.0
+        )[0, 0],
+        "right numbers, but of attnpack::linear_attention",
+    ),
     "cache of the last token": (course.check_decode, lambda layer, x, past: step(layer, x, None), "after step 2"),
     "no output projection": (
         course.check_decode,

@@ -85,23 +85,23 @@ def compare(request: Request, say: Say) -> dict[str, Any]:
 def _measure_all(request: Request, record: Record, text: Text, parameters: dict[str, int], say: Say) -> None:
     """Brings the record up to all that is asked."""
     scale = request.scale
+    runs = Runs(request.out, scale, text, record, say)
     if any(name not in record.decoding for name in request.variants):
         say(f"measures a step of decoding after {CONTEXT:,} tokens")
         models = {name: make_model(name, scale) for name in request.variants}
         record.decoding |= measure_decoding(models, say=say)
     # Seed by seed, so that each variant has a run soon.
     asked = [(name, seed) for seed in range(request.seeds) for name in request.variants]
-    left = [(name, seed) for name, seed in asked if f"{name}/{seed}" not in record.runs]
+    left, steps = runs.in_order([(name, seed) for name, seed in asked if f"{name}/{seed}" not in record.runs])
     if not left:
         return
     estimate = Estimate(scale, text)
     estimate.try_out({name: None for name, _ in left})
-    rest = estimate.seconds(left)
+    rest = estimate.seconds(left, steps)
     say(
         f"left: {len(left)} of {counted(len(asked), 'run')} of {counted(scale.steps, 'step')}, about {duration(rest)}, "
         f"until {finish(rest)}; Ctrl-C keeps what is done, and the same command goes on"
     )
-    runs = Runs(request.out, scale, text, record.settings, say)
     while left:
         name, seed = left[0]
         run = record.runs[f"{name}/{seed}"] = runs.run(left, estimate)

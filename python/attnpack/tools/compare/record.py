@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ...atomic_write import atomic_file, check_writable
-from ...checkpoints.strict_json import read_json
 from ...checkpoints.writer import write_json
 from ...file_errors import naming
 from .decoding import Decoding
@@ -56,16 +55,19 @@ class Record:
         self.decoding: dict[str, Decoding] = {}
         if self.path.exists():
             with naming(self.path, "holds no comparison", _FIX):
-                self._read(read_json(self.path))
+                self._read(json.loads(self.path.read_text(encoding="utf-8")))
 
     def _read(self, content: Mapping[str, Any]) -> None:
-        for name, value in self.settings.items():
-            was = content["settings"][name]
-            if was != value and name != "text":
-                raise ValueError(f"{self.path}: was made with {_described(name, was, value)}; {_FIX}")
+        self.check_settings(self.path, content["settings"])
         self.about = dict(content["about"])
         self.runs = {key: Run(**figures) for key, figures in content["runs"].items()}
         self.decoding = {name: Decoding(**figures) for name, figures in content["decoding"].items()}
+
+    def check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError if the file was made with other settings than these."""
+        for name, value in self.settings.items():
+            if settings[name] != value and name != "text":
+                raise ValueError(f"{path}: was made with {_described(name, settings[name], value)}; {_FIX}")
 
     def write(self, summary: Mapping[str, Any]) -> None:
         """Writes the record, with the summary before it."""

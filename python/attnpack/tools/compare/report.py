@@ -26,12 +26,13 @@ class Entry:
 
 
 def entries_of(record: Record, parameters: Mapping[str, int], seeds: int) -> dict[str, Entry]:
-    """The entries of those variants, the keys of `parameters`, for which runs are there."""
+    """The entries of those variants, the keys of `parameters`, for which runs are there; none before the first of them,
+    with which the others are compared, has a run."""
     first = record.losses(next(iter(parameters)), seeds)
     return {
         variant: _entry(record, variant, count, seeds, first)
         for variant, count in parameters.items()
-        if record.of(variant, seeds)
+        if first and record.of(variant, seeds)
     }
 
 

@@ -14,7 +14,7 @@ from ...progress import counted, duration, finish
 from ...training import read_state, save_state
 from ..busy import OtherWork
 from .models import Scale, make_model
-from .record import Run
+from .record import Record, Run
 from .text import Text
 from .training import ByteTraining, held_out_loss
 
@@ -47,9 +47,21 @@ class Estimate:
 class Runs:
     """Trains models one after the other. A run that was stopped goes on from its last saved state."""
 
-    def __init__(self, folder: Path, scale: Scale, text: Text, about: dict, say: Say) -> None:
+    def __init__(self, folder: Path, scale: Scale, text: Text, record: Record, say: Say) -> None:
+        """Raises ValueError if the folder has a run that was stopped, of other settings than the record's."""
         self._state = folder / STATE
-        self._scale, self._text, self._about, self._say = scale, text, about, say
+        self._scale, self._text, self._about, self._say = scale, text, record.settings, say
+        self._kept = read_state(self._state, "remove it to begin this run anew") if self._state.is_file() else None
+        if self._kept is not None:
+            record.check_settings(self._state, self._kept["about"])
+
+    def in_order(self, left: list[tuple[str, int]]) -> tuple[list[tuple[str, int]], int]:
+        """The runs that are left, with the one that was stopped first, and the steps that it has made."""
+        about = self._kept["about"] if self._kept else {}
+        stopped = about.get("variant"), about.get("seed")
+        if stopped not in left:
+            return left, 0
+        return [stopped, *(run for run in left if run != stopped)], self._kept["work"]["progress"]["steps"]
 
     def run(self, left: list[tuple[str, int]], estimate: Estimate) -> Run:
         """The first of the runs that are left."""
@@ -91,11 +103,10 @@ class Runs:
 
     def _started(self, variant: str, seed: int) -> ByteTraining:
         work = _training(variant, seed, self._scale, self._text)
-        if self._state.is_file():
-            state = read_state(self._state, "remove it to begin this run anew")
-            if state["about"] == self._about_run(variant, seed):  # else it is of a run that nobody asks for now
-                work.load_state(state["work"])
-                self._say(f"{variant}, seed {seed}: goes on after {counted(work.steps, 'step')}")
+        kept, self._kept = self._kept, None
+        if kept and kept["about"] == self._about_run(variant, seed):  # else it is of a run that nobody asks for now
+            work.load_state(kept["work"])
+            self._say(f"{variant}, seed {seed}: goes on after {counted(work.steps, 'step')}")
         return work
 
     def _save(self, work: ByteTraining, variant: str, seed: int) -> None:
