@@ -555,7 +555,8 @@ assert 1 < gain < heads
 # [grouped_query_attention](grouped_query_attention.ipynb)).
 #
 # The notebook [latent_attention](latent_attention.ipynb) follows the memory up to a million tokens.
-# [performance](performance.ipynb) has more shapes and dtypes, measured over more keys and in another minute: its ratios differ from these.
+# [performance](performance.ipynb) has more shapes and dtypes, measured over more keys and in another minute: its ratios
+# differ from these.
 
 # %% [markdown]
 # ## Summary

@@ -569,8 +569,8 @@ torch.set_num_threads(threads)
 # The sparse layers read 512 keys for the attention. To choose them, the indexer multiplies with each of its small keys.
 # MoBA multiplies with the sum of each block, which a `SparseCache` keeps. For the greatest products every key is read.
 # Over 4,096 keys the choice costs about what it saves: the three layers are 0.81, 1.07 and 0.94 times as fast as GQA.
-# Over 16,384 keys all three are faster than GQA here: the means 2.58 times as fast, the indexer 1.62 times, the greatest
-# products 1.15 times.
+# Over 16,384 keys all three are faster than GQA here: the means 2.58 times as fast, the indexer 1.62 times, the
+# greatest products 1.15 times.
 #
 # ## Which one is best?
 #

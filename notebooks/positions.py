@@ -379,8 +379,8 @@ torch.testing.assert_close(tilted[0][:, seen], by_hand[:, seen])
 # - A learned table adds a vector per place, and ends where it ends.
 # - RoPE rotates queries and keys, so that a score depends on the distance. It has no last position, but it meets new
 #   angles past the trained length.
-# - In the table above, linear scaling costs short texts most and NTK little. Dynamic NTK leaves them alone, and YaRN decides
-#   pair by pair.
+# - In the table above, linear scaling costs short texts most and NTK little. Dynamic NTK leaves them alone, and YaRN
+#   decides pair by pair.
 #
 # ## Exercises
 #
