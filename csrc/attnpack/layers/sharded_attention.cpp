@@ -24,7 +24,7 @@ void refuse_under(const std::string& place, const std::string& what, const std::
   ATTNPACK_CHECK(false, what, " ", place, ", where no process has all keys: ", fix);
 }
 
-void refuse_single_process_inputs(const SingleProcessInputs& given, const std::string& place) {
+void refuse_single_process_inputs(const SingleProcessArguments& given, const std::string& place) {
   const auto refuse = [&](bool is_given, const char* name, const char* why) {
     ATTNPACK_CHECK(!is_given, name, ": got one ", place, ", which is not supported; ", why);
   };

@@ -45,13 +45,13 @@ void refuse_context_parallel(const char* what, const char* fix);
 [[noreturn]] void refuse_under(const std::string& place, const std::string& what, const std::string& fix);
 
 // Inputs of a call that only one process can serve: which of them it gives.
-struct SingleProcessInputs {
+struct SingleProcessArguments {
   bool mask = false, need_weights = false, cache = false;
   bool cross = false;           // a context beside a sharded cache
   double dropout = 0;           // in training
   bool rope_by_length = false;  // frequencies follow the length
 };
-void refuse_single_process_inputs(const SingleProcessInputs& given, const std::string& place);
+void refuse_single_process_inputs(const SingleProcessArguments& given, const std::string& place);
 
 // The rules by numbers of keys.
 void refuse_chunk(const std::optional<int64_t>& chunk);
