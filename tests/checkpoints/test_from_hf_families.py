@@ -189,6 +189,8 @@ REFUSED = [
     ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping in config.json is 0"),  # all logits are 0
     ("gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping in config.json is 0"),
     ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping in config.json is 0"),
+    ("hunyuan", {"use_qk_norm": False}, "use_qk_norm = false in config.json is not supported"),
+    *((name, {"rope_parameters": None}, "has no rope_parameters") for name in ("gpt_oss", "ministral3", "mistral4")),
 ]
 
 
@@ -251,6 +253,8 @@ OLDER = {
     ),
     "starcoder2": ({"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}, []),
     "deepseek_v2": ({"scoring_func": "softmax", "moe_layer_freq": 1, "seq_aux": True}, ["qk_head_dim", "head_dim"]),
+    "smollm3": ({"max_window_layers": 28}, []),
+    "hunyuan": ({"use_qk_norm": True, "use_cla": False}, []),
 }
 
 

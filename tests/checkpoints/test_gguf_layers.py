@@ -136,6 +136,7 @@ def test_chunks_and_growth_of_llama_4(tmp_path):
         ("gemma4", {"attention__scale": 0.5}, "gemma4.attention.scale = 0.5 is not supported"),
         ("llama4", {"attention__sliding_window": 0}, "attention.sliding_window is 0, wants 8192 or no such key"),
         ("llama4", {"attention__sliding_window": 4}, "attention.sliding_window is 4, wants 8192 or no such key"),
+        ("llama4", {"expert_count": 2**31 - 1}, "llama4.expert_count is 2147483647, wants at most 4096"),
         ("llama4", {"expert_gating_func": 1}, "llama4.expert_gating_func = 1 is not supported"),
         ("llama4", {"expert_weights_norm": True}, "llama4.expert_weights_norm is not False"),
         ("llama4", {"interleave_moe_layer_step": None}, "lacks llama4.interleave_moe_layer_step"),

@@ -339,6 +339,7 @@ def test_a_model_that_latent_attention_cannot_hold_is_refused(settings, words):
     ("arguments", "words"),
     [
         (("--kv-lora-rank", 1), "--kv-lora-rank: got 1, want an int of at least 2; from 32 on nothing is lost"),
+        (("--kv-lora-rank", 10**9), "--kv-lora-rank: got 1000000000, want 2 to 65536; the full rank is 32"),
         (("--kv-lora-rank", 8, "--rope-dim", 5), "--rope-dim: got 5, want an even number from 2 to 16"),
         (("--kv-lora-rank", 8, "--rope-dim", 18), "--rope-dim: got 18, want an even number from 2 to 16"),
         (("--kv-heads", 1, "--rope-dim", 8), "--rope-dim: got one without --kv-lora-rank"),

@@ -66,6 +66,7 @@ CausalLMOptions complete(CausalLMOptions o) {
 }
 
 const std::string kAttention = "self_attn.";
+constexpr int64_t kMostRank = 1 << 16;  // so that a slip of the keyboard does not take all memory
 
 }  // namespace
 
@@ -84,8 +85,9 @@ LatentConversion::LatentConversion(const CausalLMOptions& source, int64_t kv_lor
   rope_ = rope_settings(rotated_dims(source_), source_.rope_base(), source_.max_positions(), source_.rope_scaling(),
                         source_.rope_interleaved());
   check_has_latent_form(source_, rope_);
-  ATTNPACK_CHECK(kv_lora_rank >= 2, "kv_lora_rank: got ", kv_lora_rank, ", want at least 2; the full rank is ",
-                 2 * kv_heads * *source_.head_dim());
+  const auto full = 2 * kv_heads * *source_.head_dim(), most = std::max(full, kMostRank);
+  ATTNPACK_CHECK(kv_lora_rank >= 2 && kv_lora_rank <= most, "kv_lora_rank: got ", kv_lora_rank, ", want 2 to ", most,
+                 "; the full rank is ", full, ", and more is padding");
   rope_dim_ = rope_dim.value_or(whole);
   ATTNPACK_CHECK(rope_dim_ >= 2 && rope_dim_ % 2 == 0 && rope_dim_ <= whole, "rope_dim: got ", rope_dim_,
                  ", want an even number from 2 to ", whole, ", the dims that rotate in all kv heads together");

@@ -11,16 +11,20 @@ EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
 }
 SHARED = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+MOST_EXPERTS = 4096
+"""So that a lie costs little; DeepSeek-V3 has 256."""
 SOFTMAX, SIGMOID = 1, 2
 """Values of expert_gating_func."""
 
 
 def experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
-    used = file.size("expert_used_count")
+    used, count = file.size("expert_used_count"), file.size("expert_count")
+    if count > MOST_EXPERTS:
+        raise ValueError(f"{file.path}: {file.arch}.expert_count is {count}, wants at most {MOST_EXPERTS}")
     width = file.setting("expert_feed_forward_length") or max(file.size("feed_forward_length") // used, 1)
     return {
         "hidden_dim": file.size("expert_feed_forward_length", width),
-        "num_experts": file.size("expert_count"),
+        "num_experts": count,
         "top_k": used,
         "normalize": normalize,
         **more,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .._C import checkpoints
 from ..file_errors import excerpt
+from .gguf_experts import MOST_EXPERTS
 from .gguf_families import ARCHITECTURES
 from .gguf_file import GgufFile
 from .gguf_gemma4 import GEMMA4
@@ -26,7 +27,6 @@ _NAMES = {
     "output": "lm_head",
 }
 _NO_WEIGHTS = {ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight"}
-_MOST_EXPERTS = 4096
 # Projections whose rows follow each other, in some architectures or by the converter's --fuse-qkv and
 # --fuse-gate-up-exps.
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -150,10 +150,9 @@ class GgufPieces(GgufSettings):
         return {t: Piece(name, at, (n, *shape[1:])) for t, at, n in zip(targets, firsts, rows, strict=True)}
 
     def _by_expert(self, name: str, targets: list[str], shape: tuple[int, ...]) -> dict[str, Piece]:
-        if len(shape) < 2 or shape[0] > _MOST_EXPERTS or (len(targets) > 1 and shape[1] % len(targets)):
+        if len(shape) < 2 or shape[0] > MOST_EXPERTS or (len(targets) > 1 and shape[1] % len(targets)):
             raise ValueError(
-                f"{self.path}: {excerpt(name)} has shape {list(shape)}, wants the experts first, at most "
-                f"{_MOST_EXPERTS}"
+                f"{self.path}: {excerpt(name)} has shape {list(shape)}, wants the experts first, at most {MOST_EXPERTS}"
             )
         each, rows = math.prod(shape[1:-1]), math.prod(shape[1:-1]) // len(targets)
         own = shape[1:] if len(targets) == 1 else (rows, shape[-1])

@@ -130,6 +130,7 @@ void configure_falcon(const HfSettings& config, Options& o) {
 }
 
 void configure_gpt_oss(const HfSettings& config, Options& o) {
+  check_has_rope(config);
   const bool bias = config.is_on("attention_bias", true);
   for (const auto& [name, value] : {std::pair{"swiglu_alpha", 1.702}, std::pair{"swiglu_limit", 7.0}})
     config.check(config.number(name, value) == value, name, " in config.json is not ", value,

@@ -78,6 +78,8 @@ std::string plain_activation(const HfSettings& config, const char* usual);
 
 // Checks that hidden_act is silu, or absent.
 void check_silu(const HfSettings& config);
+// Refuses a config.json without RoPE settings, of a family for which transformers then takes YaRN.
+void check_has_rope(const HfSettings& config);
 
 // Experts of that width; `count` is the setting that says how many there are, `usual` and `usual_k` are defaults.
 MixtureOfExpertsOptions experts(const HfSettings& config, int64_t width, const char* count, int64_t usual,

@@ -205,6 +205,12 @@ std::string plain_activation(const HfSettings& config, const char* usual) {
                      {"relu2", "relu2"}});
 }
 
+void check_has_rope(const HfSettings& config) {
+  config.check(!config.get("rope_parameters").is_null() || !config.get("rope_scaling").is_null(),
+               "its configuration has no rope_parameters, for which transformers takes YaRN with the numbers of ",
+               config.model_type(), ": write them into config.json");
+}
+
 void check_silu(const HfSettings& config) {
   const auto& value = config.get("hidden_act");
   config.check(value.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", excerpt(shown(value)),

@@ -85,6 +85,7 @@ void configure_qwen_hybrid(const HfSettings& config, Options& o) {
 }
 
 void configure_qwen3_next(const HfSettings& config, Options& o) {
+  config.get("max_window_layers");  // transformers does not use it here
   configure_qwen_hybrid(config, o);
   const auto is_dense = dense_by_step(config);
   const auto width = config.size("moe_intermediate_size", 512),

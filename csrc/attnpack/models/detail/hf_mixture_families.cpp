@@ -101,6 +101,7 @@ void configure_llama4(const HfSettings& config, Options& o) {
 
 // DeepSeek's latent attention and experts, with scores that grow with the position.
 void configure_mistral4(const HfSettings& config, Options& o) {
+  check_has_rope(config);
   const auto rotated = config.size("qk_rope_head_dim", 64), fixed = config.size("qk_nope_head_dim", 64);
   const auto part = hf_rotated_part(config, static_cast<double>(rotated) / static_cast<double>(rotated + fixed));
   config.check(static_cast<int64_t>(part * static_cast<double>(rotated + fixed)) == rotated,

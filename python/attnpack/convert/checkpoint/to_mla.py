@@ -134,7 +134,10 @@ def _open_conversion(source: DecoderOnly, kv_lora_rank: int, rope_dim: int | Non
             f"--rope-dim: got {rope_dim!r}, want an even number from 2 to {whole}, the dims that rotate in the "
             f"{config['num_kv_heads']} key-value heads of {source.path} together"
         )
-    return _C.convert.LatentConversion(kv_lora_rank, rope_dim, LONGEST, **config)
+    try:
+        return _C.convert.LatentConversion(kv_lora_rank, rope_dim, LONGEST, **config)
+    except ValueError as error:
+        raise ValueError(str(error).replace("kv_lora_rank: ", "--kv-lora-rank: ")) from None
 
 
 def _check_format(config: dict[str, Any]) -> None:
