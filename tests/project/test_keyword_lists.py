@@ -39,7 +39,7 @@ def test_the_rules_of_python_are_those_of_cpp():
     }
 
 
-# What the op of a graph has, and the function has not: tensors by place, and what the function works out.
+# The op of a graph takes these, and the function does not: a mask by its place, and values that it works out.
 NOT_OF_FUNCTIONS = {"mask", "q_offsets", "dropout_seed"}
 LISTS = {
     "attention": (signatures.AttentionRules, OPS.attention, NOT_OF_FUNCTIONS),

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import attnpack
 import gguf
 import numpy as np
 import torch
@@ -83,6 +84,17 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@torch.no_grad()
+def check_against(theirs: Any, path: Path) -> None:
+    """Checks that the model of the file has the logits and the greedy tokens of a model of transformers."""
+    ours = attnpack.CausalLM.from_gguf(path)
+    ids = torch.randint(96, (2, 24))
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+    tokens = ours.generate(ids[:, :6], max_new_tokens=10)
+    wanted = theirs.generate(ids[:, :6], max_new_tokens=10, do_sample=False, use_cache=False)
+    assert torch.equal(tokens, wanted)
 
 
 def split_at_experts(key: str) -> tuple[str, str, str]:

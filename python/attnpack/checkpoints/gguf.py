@@ -58,8 +58,8 @@ class GgufCheckpoint(GgufPieces):
         return found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
 
     def _made(self, piece: Made, load: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
-        """What the recipe makes of its sources as `load` gives them; None if it gives None. What it makes beside that
-        is kept until another recipe is asked for, so that each source is read once."""
+        """The tensor that the recipe makes of its sources, as `load` gives them; None if it gives None. The recipe's
+        other tensors are kept until another recipe is asked for, so that each source is read once."""
         key = piece.sources, load
         if self._last[0] != key:
             stored = [load(source) for source in piece.sources]

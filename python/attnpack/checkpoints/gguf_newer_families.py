@@ -121,8 +121,8 @@ def _minimax_m2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]
     return _rotated(file, config) | {"qk_norm": {"all_heads": True, "eps": config["eps"]}, "experts": experts}
 
 
-# What llama.cpp keeps in its code of Llama 4: the width of a chunk, how the scores grow behind it, and the number of
-# experts of the model whose queries and keys have no norm.
+# llama.cpp has these numbers of Llama 4 in its code: the width of a chunk, how scores grow behind it, and the number
+# of experts of the model whose queries and keys have no norm.
 _CHUNK, _GROWTH, _WITHOUT_NORM = 8192, {"type": "llama4", "floor_scale": 8192.0, "attn_scale": 0.1}, 128
 
 

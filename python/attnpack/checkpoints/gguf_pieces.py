@@ -123,7 +123,8 @@ class GgufPieces(GgufSettings):
         return {f"{layer}{targets[0]}" if whole else f"{layer}{targets[0]}.{kind}": Piece(name, 0, shape)}
 
     def _pieces_made(self, name: str, recipe: Recipe, layer: str | None) -> dict[str, Made]:
-        """What the recipe makes in that layer, given with the first of its sources; the file's tensor `name` is one."""
+        """The tensors that the recipe makes in that layer. They come with the first of its sources; the others, which
+        the file's tensor `name` may be, give none."""
         theirs, ours = ("", "") if layer is None else (f"blk.{layer}.", f"model.layers.{layer}.")
         sources = tuple(f"{theirs}{source}" for source in recipe.sources)
         if lacking := [source for source in sources if source not in self.file.tensors]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ def time_in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict
 def check_attention(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> str:
     """`attend(query, key, value)`: causal attention over [B, H, L, D], without that of attnpack."""
     inputs, library = _random(3, 2, 3, 5, 4).unbind(0), _Library()
-    with library:
-        answer = attend(*inputs)
+    answer = library.watch(attend, *inputs)
     return library.verdict(_compare(answer, attention(*inputs, causal=True), "attend(query, key, value)"))
 
 
@@ -56,8 +56,7 @@ def check_decode(step: Callable[[MultiHeadAttention, Tensor, tuple | None], tupl
     layer, x = MultiHeadAttention(12, 3, causal=True), _random(2, 5, 12)
     past, outs, library = None, [], _Library()
     for number, token in enumerate(x.split(1, dim=1), 1):
-        with library:
-            answer = step(layer, token, past)
+        answer = library.watch(step, layer, token, past)
         if not isinstance(answer, tuple) or len(answer) != 2:
             return f"not yet: step {number} returned {type(answer).__name__}, wanted the output and the pair (k, v)"
         out, past = answer
@@ -90,8 +89,8 @@ def check_groups(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> str:
     library, counts = _Library(), {}
     for batch, heads, groups in ((2, 6, 6), (2, 6, 3), (2, 6, 2), (2, 6, 1), (3, 4, 2)):
         query, (key, value) = _random(batch, heads, 5, 4), _random(2, batch, groups, 5, 4).unbind(0)
-        with library, _Calls() as calls:
-            got = attend(query, key, value)
+        with _Calls() as calls:
+            got = library.watch(attend, query, key, value)
         verdict = _compare(got, attention(query, key, value), f"attend with {groups} key-value heads")
         if verdict != "right":
             return verdict
@@ -128,8 +127,7 @@ def check_to_groups(make: Callable[[MultiHeadAttention, int], GroupedQueryAttent
 def check_rotation(rotate: Callable[[Tensor, Tensor], Tensor]) -> str:
     """`rotate(x, positions)`: x [B, H, L, D], pairs (i, i + D/2) rotated by position * 10000 ** (-2 i / D)."""
     x, positions, library = _random(1, 2, 5, 8), torch.tensor([0, 1, 5, 6, 40]), _Library()
-    with library:
-        answer = rotate(x, positions)
+    answer = library.watch(rotate, x, positions)
     return library.verdict(_compare(answer, RotaryEmbedding(8)(x, positions), "rotate(x, positions)"))
 
 
@@ -145,8 +143,8 @@ def check_absorbed(attend: Callable[..., Tensor]) -> str:
     expanded = [torch.einsum("bkc,hdc->bhkd", latents, each) for each in (w_uk, w_uv)]
     key = torch.cat([expanded[0], k_rope[:, None].expand(-1, heads, -1, -1)], dim=-1)
     library = _Library()
-    with library, _Largest() as made:
-        got = attend(q_nope, q_rope, latents, k_rope, w_uk, w_uv)
+    with _Largest() as made:
+        got = library.watch(attend, q_nope, q_rope, latents, k_rope, w_uk, w_uv)
     verdict = _compare(got, attention(torch.cat([q_nope, q_rope], dim=-1), key, expanded[1]), "attend(...)")
     if verdict == "right" and made.largest.numel() >= expanded[0].numel():
         shape = tuple(made.largest.shape)
@@ -162,8 +160,7 @@ def check_padded_source(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
     key, value = _random(2, 3, 2, 6, 8).unbind(0)
     library = _Library()
     for name, real in (("attend without padding", torch.full((3,), 6)), ("attend with lens 6, 2 and 5", lens)):
-        with library:
-            answer = attend(query, key, value, real)
+        answer = library.watch(attend, query, key, value, real)
         verdict = _compare(answer, attention(query, key, value, kv_lens=real), name)
         if verdict != "right":
             return verdict
@@ -182,8 +179,7 @@ def check_blocks(choose: Callable[[Tensor, Tensor, int, int], Tensor]) -> str:
         named = select_blocks(query[None, None], key[None, None], block, count, causal=True)[0, 0]  # [L, count]
         wanted = (named[:, None] == places[:, None] // block).any(-1) & (places <= places[:, None])
         name = f"choose(query, key, {block}, {count})"
-        with library:
-            answer = choose(query, key, block, count)
+        answer = library.watch(choose, query, key, block, count)
         verdict = _compare_masks(answer, wanted, name, "read")
         if verdict != "right":
             return verdict
@@ -197,8 +193,7 @@ def check_delta_rule(run: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) ->
     v, beta = _random(7, 3), _random(7).sigmoid()
     wanted = linear_attention(q[None, None], k[None, None], v[None, None], beta=beta[None, None], scale=1.0)
     library = _Library()
-    with library:
-        answer = run(q, k, v, beta)
+    answer = library.watch(run, q, k, v, beta)
     return library.verdict(_compare(answer, wanted[0, 0], "run(q, k, v, beta)"))
 
 
@@ -282,8 +277,13 @@ class _Library(TorchDispatchMode):
             self.called = name
         return func(*args, **(kwargs or {}))
 
+    def watch(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of a reader's function."""
+        with self:
+            return function(*arguments)
+
     def verdict(self, compared: str) -> str:
-        """What the comparison of the answer said, unless a right answer is the library's."""
+        """The verdict of a comparison, unless a right answer is the library's."""
         if compared != "right" or not self.called:
             return compared
         return f"not yet: right numbers, but of {self.called}, which this is to replace"
