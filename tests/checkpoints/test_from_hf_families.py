@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from attnpack._C import checkpoints
-from families import FAMILIES, SIZES, peer_of
+from families import FAMILIES, SIZES, peer_from, peer_of
 from hf_checkpoints import edit_config, saved_once
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -97,7 +97,7 @@ def test_both_languages_load_the_model_of_transformers(name, directory_of):
 
 def test_heads_of_cohere_2_may_have_a_width_of_their_own(tmp_path):
     config = transformers.Cohere2Config(**FAMILIES["cohere2"].theirs, head_dim=12)
-    peer = AutoModelForCausalLM.from_config(config).eval()
+    peer = peer_from(config)
     peer.save_pretrained(tmp_path)
     native = checkpoints.causal_lm_from_hf(str(tmp_path), torch.float32, None)
     with torch.no_grad():

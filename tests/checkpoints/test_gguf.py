@@ -13,6 +13,7 @@ import pytest
 import torch
 from attnpack import checkpoints
 from attnpack.checkpoints.gguf_file import GgufFile
+from gguf_models import refused
 from memory_growth import growth
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -175,15 +176,6 @@ def test_linear_rope_scaling_is_read(tiny_gguf):
 
 
 # ---- refused files -------------------------------------------------------------------
-
-
-def refused(path, *words, **keywords):
-    with pytest.raises(ValueError) as caught:
-        attnpack.CausalLM.from_gguf(path, **keywords)
-    message = str(caught.value)
-    assert str(path) in message
-    for word in words:
-        assert word in message, message
 
 
 def test_missing_file(tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 TOKENS = {"vocab_size": 96, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 KINDS = ["sliding_attention", "full_attention"]
+Both = tuple[dict[str, Any], dict[str, Any]]
+"""(settings of transformers, metadata of the file)"""
 
 
 class Drawn(NamedTuple):
@@ -20,7 +23,7 @@ class Drawn(NamedTuple):
     honoured: frozenset[str] = frozenset()  # keys beside `ggufs.HONOURED` that have a meaning in this architecture
 
 
-def sizes(rng: random.Random, head_dim: bool = False, kv: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+def sizes(rng: random.Random, head_dim: bool = False, kv: bool = True) -> Both:
     """(settings, metadata) that all families have."""
     heads, dim = rng.choice([1, 2, 4]), rng.choice([4, 8, 12, 16])
     width = rng.choice([16, 32, 48]) if head_dim else heads * dim
@@ -55,12 +58,12 @@ def sizes(rng: random.Random, head_dim: bool = False, kv: bool = True) -> tuple[
     return settings | TOKENS, metadata
 
 
-def norms(rng: random.Random, name: str = "rms_norm_eps", layer: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+def norms(rng: random.Random, name: str = "rms_norm_eps", layer: bool = False) -> Both:
     eps = rng.choice([1e-6, 1e-5, 1e-3, 0.1])
     return {name: eps}, {"attention.layer_norm_epsilon" if layer else "attention.layer_norm_rms_epsilon": eps}
 
 
-def rope(rng: random.Random, kinds: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+def rope(rng: random.Random, kinds: tuple[str, ...] = ()) -> Both:
     base = rng.choice([50.0, 700.0, 10000.0, 1e6])
     kind = rng.choice(["default", "default", *kinds])
     settings: dict[str, Any] = {"rope_type": kind, "rope_theta": base}
@@ -85,12 +88,17 @@ def rope(rng: random.Random, kinds: tuple[str, ...] = ()) -> tuple[dict[str, Any
     return {"rope_parameters": settings}, metadata
 
 
-def joined(*parts: tuple[dict[str, Any], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def joined(*parts: Both) -> Both:
     settings, metadata = {}, {}
     for of_transformers, of_file in parts:
         settings |= of_transformers
         metadata |= of_file
     return settings, metadata
+
+
+def widths(settings: dict[str, Any]) -> dict[str, Any]:
+    """The widths of a head, which the converter writes where the configuration has them."""
+    return {"attention.key_length": settings["head_dim"], "attention.value_length": settings["head_dim"]}
 
 
 SCALED = ("linear", "yarn")
@@ -115,11 +123,11 @@ def qwen2(rng: random.Random) -> Drawn:
 
 def qwen3(rng: random.Random) -> Drawn:
     s, m = joined(sizes(rng, True), norms(rng), rope(rng, SCALED))
-    m |= {"attention.key_length": s["head_dim"], "attention.value_length": s["head_dim"]}
+    m |= widths(s)
     return Drawn("qwen3", "Qwen3Config", s | {"tie_word_embeddings": rng.random() < 0.5}, m)
 
 
-def experts(rng: random.Random, name: str, width: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def experts(rng: random.Random, name: str, width: str | None) -> Both:
     count = rng.choice([2, 4, 6])
     settings = {name: count, "num_experts_per_tok": rng.choice([1, 2])}
     metadata = {"expert_count": count, "expert_used_count": settings["num_experts_per_tok"]}
@@ -131,7 +139,7 @@ def experts(rng: random.Random, name: str, width: str | None) -> tuple[dict[str,
 def qwen3moe(rng: random.Random) -> Drawn:
     s, m = joined(sizes(rng, True), norms(rng), rope(rng, SCALED), experts(rng, "num_experts", "moe_intermediate_size"))
     s |= {"norm_topk_prob": True, "tie_word_embeddings": rng.random() < 0.3}
-    m |= {"attention.key_length": s["head_dim"], "attention.value_length": s["head_dim"]}
+    m |= widths(s)
     return Drawn("qwen3moe", "Qwen3MoeConfig", s, m)
 
 
@@ -198,7 +206,7 @@ def starcoder2(rng: random.Random) -> Drawn:
     return Drawn("starcoder2", "Starcoder2Config", s, m)
 
 
-def of_gpt2(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+def of_gpt2(rng: random.Random) -> Both:
     s, m = joined(sizes(rng, kv=False), norms(rng, "layer_norm_epsilon", layer=True))
     names = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
              "max_position_embeddings": "n_positions", "intermediate_size": "n_inner"}  # fmt: skip
@@ -230,13 +238,25 @@ def falcon(rng: random.Random) -> Drawn:
 
 def gpt_oss(rng: random.Random) -> Drawn:
     s, m = joined(sizes(rng, True), norms(rng), rope(rng, ("yarn", "yarn")), experts(rng, "num_local_experts", None))
-    m |= {"attention.key_length": s["head_dim"], "attention.value_length": s["head_dim"]}
+    m |= widths(s)
     m["expert_feed_forward_length"] = s["intermediate_size"]
     if s["rope_parameters"]["rope_type"] == "yarn":
         s["rope_parameters"]["truncate"] = False
     s["sliding_window"] = m["attention.sliding_window"] = rng.choice([1, 5, 40])
     s["layer_types"] = [KINDS[i % 2] for i in range(s["num_hidden_layers"])]
     return Drawn("gpt-oss", "GptOssConfig", s, m)
+
+
+def latent(rng: random.Random, s: dict[str, Any], m: dict[str, Any]) -> None:
+    """Latent heads, and experts that a few dense layers precede, as DeepSeek has them."""
+    s |= {"num_key_value_heads": s["num_attention_heads"], "kv_lora_rank": rng.choice([8, 10]),
+          "q_lora_rank": rng.choice([None, 12]), "qk_nope_head_dim": rng.choice([4, 8]),
+          "qk_rope_head_dim": rng.choice([2, 4, 6]), "v_head_dim": rng.choice([6, 9]),
+          "n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": rng.choice([0, 1, 2]),
+          "routed_scaling_factor": rng.choice([1.0, 1.5]), "n_group": 1, "topk_group": 1}  # fmt: skip
+    m |= {"attention.kv_lora_rank": s["kv_lora_rank"], "attention.q_lora_rank": s["q_lora_rank"],
+          "rope.dimension_count": s["qk_rope_head_dim"], "leading_dense_block_count": s["first_k_dense_replace"],
+          "expert_shared_count": s["n_shared_experts"], "expert_weights_scale": s["routed_scaling_factor"]}  # fmt: skip
 
 
 def deepseek(rng: random.Random, third: bool) -> Drawn:
@@ -246,24 +266,9 @@ def deepseek(rng: random.Random, third: bool) -> Drawn:
         rope(rng, ("yarn",)),
         experts(rng, "n_routed_experts", "moe_intermediate_size"),
     )
-    heads, turned = s["num_attention_heads"], rng.choice([2, 4, 6])
-    s |= {
-        "num_key_value_heads": heads,
-        "kv_lora_rank": rng.choice([8, 10]),
-        "q_lora_rank": rng.choice([None, 12]),
-        "qk_nope_head_dim": rng.choice([4, 8]),
-        "qk_rope_head_dim": turned,
-        "v_head_dim": rng.choice([6, 9]),
-        "n_shared_experts": rng.choice([1, 2]),
-        "first_k_dense_replace": rng.choice([0, 1, 2]),
-        "routed_scaling_factor": rng.choice([1.0, 1.5]),
-        "n_group": 1,
-        "topk_group": 1,
-    }
-    wide, rank = s["qk_nope_head_dim"] + turned, s["kv_lora_rank"]
-    m |= {"attention.kv_lora_rank": rank, "attention.q_lora_rank": s["q_lora_rank"], "rope.dimension_count": turned,
-          "leading_dense_block_count": s["first_k_dense_replace"], "expert_shared_count": s["n_shared_experts"],
-          "expert_weights_scale": s["routed_scaling_factor"]}  # fmt: skip
+    latent(rng, s, m)
+    heads, turned, rank = s["num_attention_heads"], s["qk_rope_head_dim"], s["kv_lora_rank"]
+    wide = s["qk_nope_head_dim"] + turned
     if third:
         s["norm_topk_prob"] = m["expert_weights_norm"] = rng.random() < 0.7
         m["expert_gating_func"] = 2
@@ -284,3 +289,23 @@ def deepseek(rng: random.Random, third: bool) -> Drawn:
         m["rope.scaling.yarn_log_multiplier"] = 0.1 * power
     honoured = frozenset({"expert_gating_func", "expert_weights_norm", "rope.scaling.yarn_log_multiplier"})
     return Drawn("deepseek2", f"DeepseekV{3 if third else 2}Config", s, m, absorbed, honoured)
+
+
+OLDER: dict[str, Callable[[random.Random], Drawn]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "starcoder2": starcoder2,
+    "gpt2": gpt2,
+    "starcoder": starcoder,
+    "falcon": falcon,
+    "gpt-oss": gpt_oss,
+    "deepseek_v2": lambda rng: deepseek(rng, False),
+    "deepseek_v3": lambda rng: deepseek(rng, True),
+}

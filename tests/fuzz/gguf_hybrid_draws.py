@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from fuzz.gguf_draws import Drawn, experts, joined, norms, sizes
-from fuzz.gguf_newer_draws import OF_EXPERTS, partial, plain, scales, widths
+from fuzz.gguf_draws import Drawn, experts, joined, latent, norms, sizes, widths
+from fuzz.gguf_newer_draws import OF_EXPERTS, partial, plain, scales
 
 OF_DELTA = frozenset({"attention.recurrent_layers", "full_attention_interval", "nextn_predict_layers"})
 
@@ -92,22 +92,18 @@ def qwen(rng: random.Random, arch: str, config: str, mixture: bool) -> Drawn:
 
 def kimi_linear(rng: random.Random) -> Drawn:
     s, m = joined(sizes(rng, kv=False), norms(rng), experts(rng, "num_local_experts", "moe_intermediate_size"))
-    heads, turned, rank = s["num_attention_heads"], rng.choice([2, 4]), rng.choice([8, 10])
-    s |= {"num_key_value_heads": heads, "linear_num_heads": heads, "linear_head_dim": rng.choice([4, 8]),
-          "linear_conv_kernel_dim": rng.choice([2, 4]), "kv_lora_rank": rank, "q_lora_rank": rng.choice([None, 12]),
-          "qk_nope_head_dim": rng.choice([4, 8]), "qk_rope_head_dim": turned, "v_head_dim": rng.choice([6, 9]),
-          "n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": rng.choice([0, 1, 2]),
-          "routed_scaling_factor": rng.choice([1.0, 1.5]), "n_group": 1, "topk_group": 1}  # fmt: skip
+    latent(rng, s, m)
+    turned = s["qk_rope_head_dim"]
+    s |= {"linear_num_heads": s["num_attention_heads"], "linear_head_dim": rng.choice([4, 8]),
+          "linear_conv_kernel_dim": rng.choice([2, 4])}  # fmt: skip
     m |= {"expert_group_count": rng.choice([1, None]), "expert_group_used_count": rng.choice([1, None])}
     if s["num_local_experts"] > 2 and rng.random() < 0.4:
         s["n_group"], s["topk_group"] = 2, rng.choice([1, 2])
         m |= {"expert_group_count": 2, "expert_group_used_count": s["topk_group"]}
-    m |= {"attention.kv_lora_rank": rank, "attention.q_lora_rank": s["q_lora_rank"], "rope.dimension_count": turned,
-          "attention.key_length": rank + turned, "attention.value_length": rng.choice([None, turned]),
+    m |= {"attention.key_length": s["kv_lora_rank"] + turned, "attention.value_length": rng.choice([None, turned]),
           "attention.key_length_mla": s["qk_nope_head_dim"] + turned, "attention.value_length_mla": s["v_head_dim"],
           "kda.head_dim": s["linear_head_dim"], "ssm.conv_kernel": s["linear_conv_kernel_dim"],
-          "leading_dense_block_count": s["first_k_dense_replace"], "expert_shared_count": s["n_shared_experts"],
-          "expert_weights_scale": s["routed_scaling_factor"], "expert_gating_func": 2}  # fmt: skip
+          "expert_gating_func": 2}  # fmt: skip
     m |= counts(recurrent(rng, s, m, "linear_attention"), 1)
     return Drawn("kimi-linear", "KimiLinearConfig", s, m, honoured=OF_EXPERTS)
 

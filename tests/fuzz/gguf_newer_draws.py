@@ -6,10 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from fuzz.gguf_draws import KINDS, SCALED, Drawn, experts, joined, norms, rope, sizes
+from fuzz.gguf_draws import KINDS, SCALED, Both, Drawn, experts, joined, norms, rope, sizes, widths
 
-Both = tuple[dict[str, Any], dict[str, Any]]
-"""(settings of transformers, metadata of the file)"""
 SCALES = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
           "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}  # fmt: skip
 OF_EXPERTS = frozenset({"expert_gating_func", "expert_weights_norm"})
@@ -17,11 +15,6 @@ OF_EXPERTS = frozenset({"expert_gating_func", "expert_weights_norm"})
 
 def plain(rng: random.Random, head_dim: bool = False, kinds: tuple[str, ...] = SCALED, **norm: Any) -> Both:
     return joined(sizes(rng, head_dim), norms(rng, **norm), rope(rng, kinds))
-
-
-def widths(settings: dict[str, Any]) -> dict[str, Any]:
-    """The widths of a head, which the converter writes where the configuration has them."""
-    return {"attention.key_length": settings["head_dim"], "attention.value_length": settings["head_dim"]}
 
 
 def partial(rng: random.Random, s: dict[str, Any], m: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ the key changes nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,15 @@ import gguf_models
 import numpy as np
 import torch
 import transformers
+from families import peer_from
 
-from fuzz import gguf_draws as older
 from fuzz import loaded
-from fuzz.gguf_draws import Drawn
+from fuzz.gguf_draws import OLDER, Drawn
 from fuzz.gguf_hybrid_draws import HYBRIDS
 from fuzz.gguf_newer_draws import NEWER
 from fuzz.loaded import TEXT, Outcome, compare_logits
 
-FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
-    "llama": older.llama,
-    "mistral": older.mistral,
-    "qwen2": older.qwen2,
-    "qwen3": older.qwen3,
-    "qwen3moe": older.qwen3moe,
-    "gemma2": older.gemma2,
-    "gemma3": older.gemma3,
-    "phi3": older.phi3,
-    "olmo2": older.olmo2,
-    "starcoder2": older.starcoder2,
-    "gpt2": older.gpt2,
-    "starcoder": older.starcoder,
-    "falcon": older.falcon,
-    "gpt-oss": older.gpt_oss,
-    "deepseek_v2": lambda rng: older.deepseek(rng, False),
-    "deepseek_v3": lambda rng: older.deepseek(rng, True),
-    **NEWER,
-    **HYBRIDS,
-}
+FAMILIES = OLDER | NEWER | HYBRIDS
 
 
 def all_keys() -> list[str]:
@@ -122,7 +102,7 @@ def make_model(file: Drawn) -> Any:
     torch.manual_seed(0)
     try:
         config = getattr(transformers, file.config)(**file.settings)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = peer_from(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -330,18 +330,21 @@ def peer_from(config: Any) -> torch.nn.Module:
     return make(config, attn_implementation="eager").eval()
 
 
-@functools.cache
-def peer_of(name: str) -> torch.nn.Module:
-    """The model of transformers, with random weights that are large enough to tell."""
-    family = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**copy.deepcopy(family.theirs))  # which it changes
-    model = peer_from(config)
+def with_noise(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, its weights now random and large enough to tell."""
     with torch.no_grad():
         for weight, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and not weight.endswith(("inv_freq", "embed_scale")):
                 tensor.add_(0.15 * torch.randn_like(tensor))
     return model
+
+
+@functools.cache
+def peer_of(name: str) -> torch.nn.Module:
+    """The model of transformers, with random weights."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    return with_noise(peer_from(getattr(transformers, family.config)(**copy.deepcopy(family.theirs))))
 
 
 def model_of(name: str, **changed: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import attnpack
 import gguf
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -97,6 +98,14 @@ def check_against(theirs: Any, path: Path) -> None:
     assert torch.equal(tokens, wanted)
 
 
+def refused(path: Path, *words: str, **keywords: Any) -> None:
+    """Checks that from_gguf refuses the file by a sentence that names it and has these words."""
+    with pytest.raises(ValueError) as caught:
+        attnpack.CausalLM.from_gguf(path, **keywords)
+    for word in (str(path), *words):
+        assert word in str(caught.value), str(caught.value)
+
+
 def split_at_experts(key: str) -> tuple[str, str, str]:
     """The layer, and the expert's tensor in it, whatever the family calls its mixture."""
     for theirs in (".block_sparse_moe.experts.", ".feed_forward.experts."):
@@ -165,10 +174,8 @@ def _frequencies(config: Any) -> dict[str, np.ndarray]:
     """The divisors of the frequencies that LongRoPE has, and those that come of Llama 3's scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    if rope.get("rope_type") == "proportional":  # which leaves most dims as they are
-        half = next(
-            config.per_layer_config[i].head_dim // 2 for i, k in enumerate(config.layer_types) if k == "full_attention"
-        )
+    if rope.get("rope_type") == "proportional":  # most dims stay as they are
+        half = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
         rotated = int(half * rope["partial_rotary_factor"])
         return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)}
     if rope.get("rope_type") == "longrope":

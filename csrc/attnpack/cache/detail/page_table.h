@@ -27,10 +27,10 @@ PageTable make_page_table(int64_t batch, int64_t num_pages, int64_t page_size);
 
 int64_t free_pages(const PageTable& table);
 
-// Gives sequence b, which holds lengths[b] positions, room for counts[b] more. Where the last page is shared and is to be
-// written, the sequence gets a copy of it. New pages follow the last one if they are free, because pages in order are
-// read as one. Returns the copies that are to be made. Raises where too few pages are free or a row of block_table is
-// too short; the table stays as it was then.
+// Gives sequence b, which holds lengths[b] positions, room for counts[b] more. Where the last page is shared and is to
+// be written, the sequence gets a copy of it. New pages follow the last one if they are free, because pages in order
+// are read as one. Returns the copies that are to be made. Raises where too few pages are free or a row of block_table
+// is too short; the table stays as it was then.
 std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& lengths,
                                 const std::vector<int64_t>& counts);
 
