@@ -61,7 +61,7 @@ def measure(name: str, run: Callable, ids: Tensor, chunk: int, exact: list[Tenso
     for logits, size in run(ids, chunk):  # noqa: B007
         log_probs.append(logits.float().log_softmax(-1))
     chosen = ids[0, 1:]
-    loss = F.nll_loss(torch.cat([x for x in log_probs])[:-1], chosen).double()
+    loss = F.nll_loss(torch.cat(log_probs)[:-1], chosen).double()
     row = f"{name:<34} | {size:>9.0f} | {loss.exp():10.4f}"
     if exact is not None:
         base = F.nll_loss(torch.cat(exact)[:-1], chosen).double()

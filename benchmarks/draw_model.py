@@ -24,7 +24,7 @@ Table = dict[tuple[str, str], dict[str, float]]
 class Machine(NamedTuple):
     name: str
     processor: str
-    runs: tuple[str, ...]  # files; all rivals of a row are of one of them
+    runs: tuple[str, ...]  # files; a row is of the last file that has it
 
 
 MACHINES = (

@@ -144,7 +144,7 @@ CASES = {
            "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_norm": True,
            "expert_weights_scale": 1.5, "expert_gating_func": 2, "rope.freq_base": 700.0},
     ),
-    # Growth that the converter leaves out: it begins behind the text.
+    # Its scores grow only behind the text, so the converter leaves the growth out.
     "mistral4": ("mistral4", "Mistral4Config", MISTRAL4 | {"rope_parameters": LATE}, MISTRAL4_KEYS),
     # Growth as files of the consolidated format have it.
     "mistral4_growth": (

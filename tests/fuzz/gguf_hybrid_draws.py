@@ -15,7 +15,7 @@ OF_DELTA = frozenset({"attention.recurrent_layers", "full_attention_interval", "
 def recurrent(
     rng: random.Random, s: dict[str, Any], m: dict[str, Any], word: str, attends: str = "full_attention"
 ) -> list[bool]:
-    """Which layers are recurrent. There are some of each kind: transformers wants layers of attention."""
+    """Draws for each layer whether it is recurrent, at least one of each kind: transformers wants attention."""
     count = s["num_hidden_layers"] = m["block_count"] = max(2, s["num_hidden_layers"])
     layers = [True, False] + [rng.random() < 0.6 for _ in range(count - 2)]
     rng.shuffle(layers)

@@ -86,7 +86,7 @@ def private_names_of_python() -> dict[str, str]:
     return {name: file for name, file in read.items() if re.match("_[a-z]", name) and name not in ours}
 
 
-# of transformers, for which hf/internals.py is the list, and of macOS's loader
+# Names of transformers (hf/internals.py lists its parts) and of macOS's loader.
 OF_OTHERS = {"_attn_implementation", "_global_mapping", "_dyld_get_image_name", "_dyld_image_count"}
 
 

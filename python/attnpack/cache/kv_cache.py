@@ -158,7 +158,7 @@ class KVCache:
     def clone(self) -> KVCache:
         """A deep copy. In a compiled function the attributes that a subclass adds stay behind."""
         other = object.__new__(type(self))
-        if not torch.compiler.is_compiling():  # which cannot copy a __dict__ in torch 2.11
+        if not torch.compiler.is_compiling():  # torch 2.11 cannot copy a __dict__ in a graph
             other.__dict__.update(self.__dict__)
         other._tensors, other._numbers = self._call_rule("clone")
         return other

@@ -22,7 +22,7 @@ class Recipe:
     targets: tuple[str, ...]
     make: Callable[..., Sequence[Tensor]]
     rows: bool = False
-    """It only chooses and moves rows of one source, so that blocks of stored weights may take their places as well."""
+    """Whether it only chooses and moves rows of one source: then it can do so with blocks of stored weights."""
 
     def shapes(
         self, path: str | os.PathLike, names: Sequence[str], stored: Sequence[tuple[int, ...]]
@@ -37,7 +37,7 @@ class Recipe:
 
 
 def one(source: str, target: str, make: Callable[[Tensor], Tensor] = lambda x: x, rows: bool = False) -> Recipe:
-    """One tensor of one."""
+    """A recipe that makes one tensor of one source."""
     return Recipe((source,), (target,), lambda x: (make(x),), rows)
 
 

@@ -80,7 +80,7 @@ def flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     mask = None
     if case.causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.q_len, case.kv_len, device=query.device)
-    torch.compiler.reset()  # with the graphs of other cases, torch would run its slow form from the ninth one on
+    torch.compiler.reset()  # torch keeps eight graphs; for a ninth case it would run its slow form
     return functools.partial(torch.compile(flex_attention), query, key, value, block_mask=mask, enable_gqa=True)
 
 
