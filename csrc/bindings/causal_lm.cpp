@@ -12,7 +12,7 @@ at::Tensor generate_causal_lm_py(CausalLMImpl& self, Arguments& arguments) {
   return run_generate(arguments, [&](const GenerateOptions& options) { return generate(self, ids, options); });
 }
 
-// The loop over the steps of a model of Python, which functions of Python are.
+// The loop of generate over a model of Python, whose steps are the given functions.
 py::object generate_by_py(Arguments& arguments) {
   const auto states = arguments.require<py::object>("states"), head = arguments.require<py::object>("head"),
              pick_rows = arguments.require<py::object>("pick_rows"), agreed = arguments.require<py::object>("agreed");

@@ -112,6 +112,7 @@ void register_hf(py::module_& m) {
 void register_checkpoints(py::module_& m) {
   register_hf(m);
   m.attr("LONGEST_JSON") = kLongestJson;
+  m.attr("MOST_EXPERTS") = kMostExperts;
   m.def(
       "parse_json", [](std::string_view text, int64_t most) { return to_python_value(parse_json(text, most)); },
       py::arg("text"), py::arg("most") = kMostJsonMarks);

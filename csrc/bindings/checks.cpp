@@ -78,13 +78,15 @@ void register_checks(py::module_& m) {
   m.def("positions", [](const py::object& positions, int64_t batch, int64_t length) {
     check_positions(as_optional_tensor("positions", positions), batch, length);
   });
-  m.def("refuse_under", &refuse_under);
+  m.def("refuse_under", [](const std::string& place, const std::string& what, const std::string& fix) {
+    refuse_under(place.c_str(), what.c_str(), fix.c_str());
+  });
   m.def("part_positions", [](const py::object& positions, int64_t length) {
     check_part_positions(as_optional_tensor("positions", positions), length);
   });
   m.def("single_process_inputs", [](bool mask, bool need_weights, bool cache, bool cross, double dropout,
                                     bool rope_by_length, const std::string& place) {
-    refuse_single_process_inputs({mask, need_weights, cache, cross, dropout, rope_by_length}, place);
+    refuse_single_process_inputs({mask, need_weights, cache, cross, dropout, rope_by_length}, place.c_str());
   });
   m.def("chunk_over_ranks", &refuse_chunk);
   m.def("named_keys_over_ranks", &refuse_named_keys);

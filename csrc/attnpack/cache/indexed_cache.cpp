@@ -94,9 +94,10 @@ CacheState IndexedCache::state() const {
 void IndexedCache::restore(const CacheState& state) {
   auto tensors = state.tensors;
   const bool indexed = tensors.size() == 2 || tensors.size() == 4;
-  index_ = indexed ? tensors.back() : at::Tensor();
+  const auto index = indexed ? tensors.back() : at::Tensor();
   if (indexed) tensors.pop_back();
   DynamicCache::restore({tensors, state.numbers});
+  index_ = index;
 }
 
 at::Tensor IndexedCache::index() const {

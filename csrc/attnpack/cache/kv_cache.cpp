@@ -41,6 +41,7 @@ void KVCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
   ATTNPACK_CHECK(parts.size() == 1 || parts.size() == 3 || parts.size() == 4, "tensors: got ", parts.size(),
                  ", want only lengths, or lengths, key and value, and dropped");
+  check_numbers(state);
   tensors_.lengths = parts[0];
   tensors_.key = parts.size() > 1 ? parts[1] : at::Tensor();
   tensors_.value = parts.size() > 1 ? parts[2] : at::Tensor();
@@ -67,15 +68,19 @@ std::vector<std::string> KVCache::number_names() const {
 
 std::vector<c10::SymInt> KVCache::numbers() const {
   std::vector<c10::SymInt> numbers;
+  numbers.reserve(9);  // the most that a cache has: states are made at each step
   const_cast<KVCache*>(this)->visit_numbers([&](const char*, c10::SymInt& number) { numbers.push_back(number); });
   return numbers;
 }
 
-void KVCache::read_numbers(const CacheState& state) {
+void KVCache::check_numbers(const CacheState& state) const {
   size_t count = 0;
-  visit_numbers([&](const char*, c10::SymInt&) { ++count; });
+  const_cast<KVCache*>(this)->visit_numbers([&](const char*, c10::SymInt&) { ++count; });
   ATTNPACK_CHECK(state.numbers.size() == count, "numbers: got ", state.numbers.size(), ", want ", count,
                  " for a cache of this class: ", c10::Join(", ", number_names()));
+}
+
+void KVCache::read_numbers(const CacheState& state) {
   auto next = state.numbers.begin();
   visit_numbers([&](const char*, c10::SymInt& number) { number = *next++; });
 }

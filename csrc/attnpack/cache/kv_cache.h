@@ -84,6 +84,7 @@ class KVCache {
   // Calls visit with each number of the state. This is their only list.
   virtual void visit_numbers(NumberVisitor /*visit*/) {}
   std::vector<std::string> number_names() const;
+  std::vector<c10::SymInt> numbers() const;
   // Forgets what was done since before() was called.
   CacheBefore before() const { return {state(), copy_lengths(tensors_.lengths)}; }
   virtual void take_back(const CacheBefore& before);
@@ -117,7 +118,8 @@ class KVCache {
   // longest_length where it can be read for nothing: not from another device, and not while a graph is traced.
   static std::optional<c10::SymInt> known_length(const at::Tensor& lengths, const c10::SymInt& capacity);
 
-  std::vector<c10::SymInt> numbers() const;
+  // Raises unless the state has as many numbers as visit_numbers names.
+  void check_numbers(const CacheState& state) const;
   void read_numbers(const CacheState& state);
 
   CacheTensors tensors_;

@@ -123,11 +123,11 @@ void QuantizedCache::crop(const SymInt& n) {
   // dropped.
   auto lengths = tensors_.lengths.clamp_max(n);
   const auto first = [&](const at::Tensor& all) { return all.narrow_symint(2, 0, n); };
-  visit_exact_used([&](SymInt& used) { used = n; });
-  const CacheState exact{{lengths, first(k()), first(v()), at::zeros_like(lengths)}, exact_.state().numbers};
+  const CacheState exact{{lengths, first(k()), first(v()), at::zeros_like(lengths)}, exact_.numbers()};
   DynamicCache::crop(n);
   tensors_.lengths = lengths;
   exact_.restore(exact);
+  visit_exact_used([&](SymInt& used) { used = n; });
   exact_.commit(0, std::nullopt);  // drops what is not needed
 }
 
@@ -160,7 +160,7 @@ CacheState QuantizedCache::state() const {
 void QuantizedCache::visit_numbers(NumberVisitor visit) {
   for (auto [name, setting] :
        {std::pair{"bits", bits()}, std::pair{"exact_first", exact_first()}, std::pair{"exact_last", exact_last()}})
-    visit_int(visit, name, setting);  // which the constructor has read
+    visit_int(visit, name, setting);  // the constructor has read it
   DynamicCache::visit_numbers(visit);
   visit("head_dim", head_dim_);
   visit("v_head_dim", v_head_dim_);
@@ -187,7 +187,7 @@ void QuantizedCache::restore(const CacheState& state) {
   DynamicCache::restore({{parts.begin(), parts.begin() + std::min<size_t>(parts.size(), 3)}, state.numbers});
   ATTNPACK_CHECK(kv_lora_rank_ >= 0 && kv_lora_rank_ <= head_dim_, "kv_lora_rank: got ", kv_lora_rank_,
                  ", want 0 for keys and values, or at most head_dim = ", head_dim_);
-  CacheState exact{{parts[0]}, exact_.state().numbers};
+  CacheState exact{{parts[0]}, exact_.numbers()};
   if (parts.size() == 6) exact.tensors.insert(exact.tensors.end(), {parts[4], parts[5], parts[3]});
   exact_.restore(exact);
 }

@@ -59,8 +59,7 @@ class RecurrentCache : public KVCache {
   static at::Tensor readable(const at::Tensor& stored);
 
   RecurrentStates states_;
-  int64_t has_conv_ = 0, has_state_ = 0;  // as the last visit saw them, for restore
-  c10::SymInt len_ = 0;                   // kept here so that no call waits for the device
+  c10::SymInt len_ = 0;  // kept here so that no call waits for the device
   bool in_place_ = false;
 };
 

@@ -25,6 +25,7 @@ constexpr StoredLayout kStoredLayouts[] = {
 constexpr int64_t kRoundedBlock = 32;  // numbers of an input that share a scale
 // Most rows of the input that a unit multiplies, and the number of which the outputs of a unit are a multiple.
 constexpr int64_t kStoredRows = 192, kStoredOutputs = 32;
+constexpr int64_t kRoundedRows = 6;  // rows of the input that a unit rounds: whole tiles of every kernel
 
 // 32 numbers of an input, rounded to scale * codes: 8 bits of their largest number. A number that stands far out of its
 // row and its block would leave the others few steps: it is kept as it is, and its code is 0.

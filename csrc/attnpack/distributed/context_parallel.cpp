@@ -21,8 +21,7 @@ AttentionOptions rules_of(const LayerInputs& o) {
 // Refuses what the operator's checks do not know of.
 void refuse_inputs(const LayerInputs& o, int64_t length) {
   refuse_single_process_inputs(
-      {.mask = o.mask.has_value(), .cache = o.cache.has_value(), .rope_by_length = o.rope && o.rope->by_length()},
-      "under ContextParallel");
+      {.mask = o.mask.has_value(), .cache = o.cache.has_value(), .rope_by_length = o.rope && o.rope->by_length()});
   check_part_positions(o.positions, length);
 }
 

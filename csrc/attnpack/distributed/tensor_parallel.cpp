@@ -34,7 +34,7 @@ void check_dropout_of(const torch::nn::Module& module) {
   (check(module.as<Impls>()), ...);
 }
 
-// Raises for heads or parameters that cannot be shared.
+// Raises for parameters that cannot be shared.
 void check_known(const char* owner, const char* kind, const torch::nn::Module& module) {
   for (const auto& parameter : module.named_parameters()) part_of_parameter(kind, owner, parameter.key());
 }

@@ -17,14 +17,14 @@ const ShardedAttention* sharded_attention() { return current; }
 const ShardedAttention* set_sharded_attention(const ShardedAttention* over) { return std::exchange(current, over); }
 
 void refuse_context_parallel(const char* what, const char* fix) {
-  if (current) refuse_under("under ContextParallel", what, fix);
+  if (current) refuse_under(kUnderContextParallel, what, fix);
 }
 
-void refuse_under(const std::string& place, const std::string& what, const std::string& fix) {
+void refuse_under(const char* place, const char* what, const char* fix) {
   ATTNPACK_CHECK(false, what, " ", place, ", where no process has all keys: ", fix);
 }
 
-void refuse_single_process_inputs(const SingleProcessArguments& given, const std::string& place) {
+void refuse_single_process_inputs(const SingleProcessArguments& given, const char* place) {
   const auto refuse = [&](bool is_given, const char* name, const char* why) {
     ATTNPACK_CHECK(!is_given, name, ": got one ", place, ", which is not supported; ", why);
   };

@@ -6,7 +6,6 @@
 #include <attnpack/layers/latent_attend.h>
 
 #include <optional>
-#include <string>
 
 namespace attnpack {
 
@@ -41,8 +40,9 @@ const ShardedAttention* set_sharded_attention(const ShardedAttention* over);
 void refuse_context_parallel(const char* what, const char* fix);
 
 // The functions below raise for what is not supported where several processes hold the keys, in both languages. place:
-// where the call is made, such as "under ContextParallel".
-[[noreturn]] void refuse_under(const std::string& place, const std::string& what, const std::string& fix);
+// where the call is made.
+inline constexpr char kUnderContextParallel[] = "under ContextParallel";
+[[noreturn]] void refuse_under(const char* place, const char* what, const char* fix);
 
 // Inputs of a call that only one process can serve: which of them it gives.
 struct SingleProcessArguments {
@@ -51,7 +51,7 @@ struct SingleProcessArguments {
   double dropout = 0;           // in training
   bool rope_by_length = false;  // frequencies follow the length
 };
-void refuse_single_process_inputs(const SingleProcessArguments& given, const std::string& place);
+void refuse_single_process_inputs(const SingleProcessArguments& given, const char* place = kUnderContextParallel);
 
 // The rules by numbers of keys.
 void refuse_chunk(const std::optional<int64_t>& chunk);

@@ -17,7 +17,7 @@ at::Tensor rotate_at(const at::Tensor& x, const RopeSettings& rope, const at::Te
 
 // Raises unless positions, if given, are int64 [length] or [batch, length].
 void check_positions(const std::optional<at::Tensor>& positions, const c10::SymInt& batch, const c10::SymInt& length);
-// Those of query [B, H, L, D].
+// The same, with the batch and the length of query [B, H, L, D].
 void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& query);
 
 // Where the new tokens of a layer stand.

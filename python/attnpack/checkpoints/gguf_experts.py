@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._C import checkpoints
 from .gguf_settings import GgufSettings
 
 EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
@@ -11,8 +12,7 @@ EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
 }
 SHARED = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
-MOST_EXPERTS = 4096
-"""So that a lie costs little; DeepSeek-V3 has 256."""
+MOST_EXPERTS: int = checkpoints.MOST_EXPERTS
 SOFTMAX, SIGMOID = 1, 2
 """Values of expert_gating_func."""
 

@@ -81,7 +81,7 @@ void show_parts(const KVCache& cache, const Show& show) {
   }
 }
 
-// An empty cache of the class. settings: what the numbers of a cache with settings begin with.
+// An empty cache of the class. settings: the first numbers of its state, for a class with settings.
 std::shared_ptr<KVCache> empty_cache(std::string_view kind, at::IntArrayRef settings) {
   if (kind == "DynamicCache") return std::make_shared<DynamicCache>();
   if (kind == "LatentCache") return std::make_shared<LatentCache>();

@@ -30,6 +30,12 @@ void check_supported(const HfSettings& config, const std::set<std::string_view>&
   }
 }
 
+void check_has_rope(const HfSettings& config, const HfFamily& family) {
+  config.check(!family.needs_rope || !config.get("rope_parameters").is_null() || !config.get("rope_scaling").is_null(),
+               "its configuration has no rope_parameters, for which transformers takes YaRN with the numbers of ",
+               config.model_type(), ": write them into config.json");
+}
+
 // The settings that all families name alike.
 CausalLMOptions usual_options(const HfSettings& config, const HfFamily& family, std::optional<int64_t> max_positions) {
   const auto heads = config.size("num_attention_heads"), kv_heads = config.size("num_key_value_heads", heads);
@@ -81,11 +87,13 @@ CausalLMOptions hf_options(HfSettings& config, std::optional<int64_t> max_positi
   auto options = usual_options(config, family, max_positions);
   if (!family.rope_by_kind) {
     const auto rope = hf_rope(config);
+    check_has_rope(config, family);
     options.rope_base(rope.base).rope_scaling(rope.scaling);
   }
   family.configure(config, options);
   config.check(options.latent() || options.head_dim().has_value(), "num_attention_heads ", options.num_heads(),
                " in config.json is more than hidden_size ", options.embed_dim(), ", and there is no head_dim");
+  for (const char* name : family.ignores) config.get(name);
   config.check_all_read();
   return options;
 }

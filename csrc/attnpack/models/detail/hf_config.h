@@ -25,7 +25,11 @@ struct HfFamily {
   double rope_base = 10000;                 // where the configuration does not say
   bool rope_by_kind = false;                // layers with a window have frequencies of their own
   const char* base = "model.";              // the beginning that names in a file of the base model lack
+  std::vector<const char*> ignores = {};    // what released files have and transformers does not use here
+  bool needs_rope = false;                  // without RoPE settings transformers takes YaRN, with numbers of its own
 };
+
+constexpr int64_t kMostExperts = 4096;  // so that a lie costs little; DeepSeek-V3 has 256
 
 // The families that can be read. A new one is a row of the table in hf_families.cpp; the functions of most rows stand
 // in the files that hf_configure.h names.

@@ -130,7 +130,6 @@ void configure_falcon(const HfSettings& config, Options& o) {
 }
 
 void configure_gpt_oss(const HfSettings& config, Options& o) {
-  check_has_rope(config);
   const bool bias = config.is_on("attention_bias", true);
   for (const auto& [name, value] : {std::pair{"swiglu_alpha", 1.702}, std::pair{"swiglu_limit", 7.0}})
     config.check(config.number(name, value) == value, name, " in config.json is not ", value,
@@ -151,7 +150,6 @@ void configure_qwen3_moe(const HfSettings& config, Options& o) {
                 .normalize(config.is_on("norm_topk_prob")));
   set_dense_layers(o, dense_by_step(config));
   check_silu(config);
-  config.get("max_window_layers");  // transformers does not use it here
   set_window(config, o, used_window(config));
 }
 
@@ -187,11 +185,11 @@ void configure_deepseek(const HfSettings& config, Options& o) {
   if (grouped) mixture.num_groups(groups).top_groups(best);
   o.experts(mixture);
   config.check(config.size("moe_layer_freq", 1) == 1, "moe_layer_freq in config.json is not 1, which is not supported");
-  const auto dense = config.whole_number("first_k_dense_replace", third ? 3 : 0);
-  set_dense_layers(o, [=](int64_t layer) { return layer < dense; });
+  set_first_dense(config, o, "first_k_dense_replace", third ? 3 : 0);
 }
 
 const std::set<std::string_view> kSoftcaps{"attn_logit_softcapping", "final_logit_softcapping"};
+const std::vector<const char*> kWindowLayers{"max_window_layers"};
 const std::set<std::string_view> kDropout{"attention_dropout"};  // in training; released models have it
 
 const HfAliases kOfGpt2{{"hidden_size", "n_embd", true},         {"max_position_embeddings", "n_positions", true},
@@ -231,11 +229,19 @@ const std::vector<HfFamily>& hf_families() {
       {"gpt2", configure_gpt2, gpt2_parts, kOfGpt2, 1e-5, true},
       {"gpt_bigcode", configure_gpt_bigcode, gpt_bigcode_parts, kOfGpt2, 1e-5, true},
       {"falcon", configure_falcon, falcon_parts, kOfFalcon, 1e-5, true},
-      {"gpt_oss", configure_gpt_oss, gpt_oss_parts, {}, 1e-5},
-      {"qwen3_moe", configure_qwen3_moe},
+      {.model_type = "gpt_oss",
+       .configure = configure_gpt_oss,
+       .parts = gpt_oss_parts,
+       .eps = 1e-5,
+       .needs_rope = true},
+      {.model_type = "qwen3_moe", .configure = configure_qwen3_moe, .ignores = kWindowLayers},
       {"deepseek_v2", configure_deepseek},
       {"deepseek_v3", configure_deepseek},
-      {.model_type = "smollm3", .configure = configure_smollm3, .tied = true, .rope_base = 2e6},
+      {.model_type = "smollm3",
+       .configure = configure_smollm3,
+       .tied = true,
+       .rope_base = 2e6,
+       .ignores = kWindowLayers},
       {.model_type = "granite", .configure = configure_granite},
       {.model_type = "granitemoehybrid", .configure = configure_granite_hybrid, .parts = granite_hybrid_parts},
       {.model_type = "cohere2", .configure = configure_cohere2, .aliases = kOfLayerNorm, .eps = 1e-5, .tied = true},
@@ -245,9 +251,13 @@ const std::vector<HfFamily>& hf_families() {
        .eps = 1.5625e-7,
        .honours = {"partial_rotary_factor"}},
       {.model_type = "exaone4", .configure = configure_exaone4, .eps = 1e-5},
-      {.model_type = "olmo3", .configure = configure_olmo3, .eps = 1e-5, .rope_by_kind = true},
-      {.model_type = "ministral", .configure = configure_ministral},
-      {.model_type = "ministral3", .configure = configure_ministral3, .eps = 1e-5},
+      {.model_type = "olmo3",
+       .configure = configure_olmo3,
+       .eps = 1e-5,
+       .rope_by_kind = true,
+       .ignores = kWindowLayers},
+      {.model_type = "ministral", .configure = configure_ministral, .ignores = kWindowLayers},
+      {.model_type = "ministral3", .configure = configure_ministral3, .eps = 1e-5, .needs_rope = true},
       {.model_type = "seed_oss", .configure = configure_seed_oss, .honours = kDropout},
       {.model_type = "hunyuan_v1_dense", .configure = configure_hunyuan, .parts = hunyuan_parts, .eps = 1e-5},
       {.model_type = "ernie4_5", .configure = configure_ernie, .eps = 1e-5, .tied = true, .rope_base = 5e5},
@@ -292,7 +302,8 @@ const std::vector<HfFamily>& hf_families() {
       {.model_type = "mistral4",
        .configure = configure_mistral4,
        .parts = packed_experts_parts,
-       .honours = {"partial_rotary_factor"}},
+       .honours = {"partial_rotary_factor"},
+       .needs_rope = true},
       {.model_type = "qwen3_5_text",
        .configure = configure_qwen_hybrid,
        .parts = qwen_hybrid_parts,
@@ -305,7 +316,8 @@ const std::vector<HfFamily>& hf_families() {
       {.model_type = "qwen3_next",
        .configure = configure_qwen3_next,
        .parts = qwen3_next_parts,
-       .honours = {"partial_rotary_factor"}},
+       .honours = {"partial_rotary_factor"},
+       .ignores = kWindowLayers},
       {.model_type = "olmo_hybrid", .configure = configure_olmo_hybrid, .parts = olmo_hybrid_parts},
       {.model_type = "kimi_linear",
        .configure = configure_kimi_linear,
@@ -317,18 +329,8 @@ const std::vector<HfFamily>& hf_families() {
        .parts = bamba_parts,
        .eps = 1e-5,
        .honours = {"partial_rotary_factor"}},
-      {.model_type = "lfm2",
-       .configure = configure_lfm2,
-       .parts = lfm2_parts,
-       .aliases = kOfLfm2,
-       .eps = 1e-5,
-       .tied = true},
-      {.model_type = "lfm2_moe",
-       .configure = configure_lfm2_moe,
-       .parts = lfm2_moe_parts,
-       .aliases = kOfLfm2,
-       .eps = 1e-5,
-       .tied = true},
+      {"lfm2", configure_lfm2, lfm2_parts, kOfLfm2, 1e-5, true},
+      {"lfm2_moe", configure_lfm2_moe, lfm2_moe_parts, kOfLfm2, 1e-5, true},
   };
   return families;
 }

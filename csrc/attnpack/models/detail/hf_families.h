@@ -76,10 +76,11 @@ void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t
 std::string gated_activation(const HfSettings& config, const char* usual);
 std::string plain_activation(const HfSettings& config, const char* usual);
 
+// The first layers have the plain feed-forward, as many as the setting says.
+void set_first_dense(const HfSettings& config, CausalLMOptions& options, const char* setting, int64_t usual);
+
 // Checks that hidden_act is silu, or absent.
 void check_silu(const HfSettings& config);
-// Refuses a config.json without RoPE settings, of a family for which transformers then takes YaRN.
-void check_has_rope(const HfSettings& config);
 
 // Experts of that width; `count` is the setting that says how many there are, `usual` and `usual_k` are defaults.
 MixtureOfExpertsOptions experts(const HfSettings& config, int64_t width, const char* count, int64_t usual,

@@ -5,12 +5,6 @@
 
 namespace attnpack {
 
-namespace {
-
-constexpr int64_t kMostExperts = 4096;  // so that a lie costs little; DeepSeek-V3 has 256
-
-}  // namespace
-
 std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_t layers,
                                                 std::initializer_list<std::string_view> wanted_kind,
                                                 std::initializer_list<std::string_view> other, const char* setting) {
@@ -190,6 +184,11 @@ void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) layers[layer].experts(!is_dense(layer));
 }
 
+void set_first_dense(const HfSettings& config, CausalLMOptions& options, const char* setting, int64_t usual) {
+  const auto dense = config.whole_number(setting, usual);
+  set_dense_layers(options, [=](int64_t layer) { return layer < dense; });
+}
+
 std::string gated_activation(const HfSettings& config, const char* usual) {
   return activation(
       config, usual,
@@ -203,12 +202,6 @@ std::string plain_activation(const HfSettings& config, const char* usual) {
                      {"gelu_pytorch_tanh", "gelu_tanh"},
                      {"relu", "relu"},
                      {"relu2", "relu2"}});
-}
-
-void check_has_rope(const HfSettings& config) {
-  config.check(!config.get("rope_parameters").is_null() || !config.get("rope_scaling").is_null(),
-               "its configuration has no rope_parameters, for which transformers takes YaRN with the numbers of ",
-               config.model_type(), ": write them into config.json");
 }
 
 void check_silu(const HfSettings& config) {

@@ -85,7 +85,6 @@ void configure_qwen_hybrid(const HfSettings& config, Options& o) {
 }
 
 void configure_qwen3_next(const HfSettings& config, Options& o) {
-  config.get("max_window_layers");  // transformers does not use it here
   configure_qwen_hybrid(config, o);
   const auto is_dense = dense_by_step(config);
   const auto width = config.size("moe_intermediate_size", 512),
@@ -239,8 +238,7 @@ void configure_lfm2_moe(const HfSettings& config, Options& o) {
                 .correction(config.is_on("use_expert_bias", true))
                 .normalize(config.is_on("norm_topk_prob", true))
                 .scaling(config.number("routed_scaling_factor", 1)));
-  const auto dense = config.whole_number("num_dense_layers", 2);
-  set_dense_layers(o, [=](int64_t layer) { return layer < dense; });
+  set_first_dense(config, o, "num_dense_layers", 2);
 }
 
 namespace {

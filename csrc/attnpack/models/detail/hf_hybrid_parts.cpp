@@ -41,7 +41,7 @@ std::vector<HfPart> piece_of(const std::string& name, std::string_view ours,
 }  // namespace
 
 std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const Options& o) {
-  if (name.starts_with("mtp.")) return {};  // what predicts a token further
+  if (name.starts_with("mtp.")) return {};  // layers that predict a further token
   if (!holds(name, ".self_attn.q_proj.")) {
     return {{renamed(name, {{".linear_attn.", ".self_attn."}, {".shared_expert.", ".shared_experts."}}), nullptr}};
   }
@@ -61,7 +61,7 @@ std::vector<HfPart> qwen3_5_moe_parts(const std::string& name, const Options& o)
   return holds(name, ".mlp.experts.") ? packed_experts_parts(name, o) : qwen_hybrid_parts(name, o);
 }
 
-// Projections that hold, for each head of keys, what belongs to it.
+// Projections whose rows lie together for each head of keys: its queries, keys, values and gates.
 std::vector<HfPart> qwen3_next_parts(const std::string& name, const Options& o) {
   const bool qkvz = holds(name, ".in_proj_qkvz."), ba = holds(name, ".in_proj_ba.");
   if ((!qkvz && !ba) || !o.recurrent()) return qwen_hybrid_parts(name, o);

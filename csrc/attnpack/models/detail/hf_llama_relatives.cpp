@@ -9,7 +9,6 @@ using Options = CausalLMOptions;
 }
 
 void configure_smollm3(const HfSettings& config, Options& o) {
-  config.get("max_window_layers");  // released files have it, and transformers does not use it here
   o.mlp_bias(config.is_on("mlp_bias")).activation(gated_activation(config, "silu"));
   const auto rotates = rotated_layers(config, o.num_layers());
   const auto size = window_size(config, std::nullopt);
@@ -46,20 +45,17 @@ void configure_exaone4(const HfSettings& config, Options& o) {
 }
 
 void configure_olmo3(const HfSettings& config, Options& o) {
-  config.get("max_window_layers");  // transformers does not use it here
   o.layout("output").qk_norm(QkNorm(true).all_heads(true).eps(o.eps())).activation(gated_activation(config, "silu"));
   set_windows(config, o, window_size(config, 4096), [](int64_t layer) { return (layer + 1) % 4 != 0; });
   set_ropes_by_kind(o, hf_rope_by_kind(config, 5e5, 5e5));
 }
 
 void configure_ministral(const HfSettings& config, Options& o) {
-  config.get("max_window_layers");  // transformers does not use it here
   o.bias(false).out_bias(false).activation(gated_activation(config, "silu"));
   set_windows(config, o, window_size(config, 4096), [](int64_t) { return true; });
 }
 
 void configure_ministral3(const HfSettings& config, Options& o) {
-  check_has_rope(config);
   o.bias(false).out_bias(false).activation(gated_activation(config, "silu")).head_dim(config.size("head_dim", 128));
   if (const auto scale = log_query_scale(config)) o.scores(ScoreSettings().query_scale(*scale));
   set_window(config, o, window_size(config, std::nullopt));

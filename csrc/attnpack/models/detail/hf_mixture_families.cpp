@@ -101,7 +101,6 @@ void configure_llama4(const HfSettings& config, Options& o) {
 
 // DeepSeek's latent attention and experts, with scores that grow with the position.
 void configure_mistral4(const HfSettings& config, Options& o) {
-  check_has_rope(config);
   const auto rotated = config.size("qk_rope_head_dim", 64), fixed = config.size("qk_nope_head_dim", 64);
   const auto part = hf_rotated_part(config, static_cast<double>(rotated) / static_cast<double>(rotated + fixed));
   config.check(static_cast<int64_t>(part * static_cast<double>(rotated + fixed)) == rotated,
@@ -125,8 +124,7 @@ void configure_mistral4(const HfSettings& config, Options& o) {
                    .scaling(config.number("routed_scaling_factor", 1))
                    .activation(activation)
                    .shared_dim(width * config.size("n_shared_experts", 1)));
-  const auto dense = config.whole_number("first_k_dense_replace", 0);
-  set_dense_layers(o, [=](int64_t layer) { return layer < dense; });
+  set_first_dense(config, o, "first_k_dense_replace", 0);
 }
 
 }  // namespace attnpack

@@ -40,7 +40,7 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal, bool
   check_no_cu_seqlens(inputs.cu_seqlens().has_value());
   if (!named_keys) check_no_named_keys(inputs);
   LayerInputs r;
-  if (inputs.cache() && sharded_attention()) refuse_single_process_inputs({.cache = true}, "under ContextParallel");
+  if (inputs.cache() && sharded_attention()) refuse_single_process_inputs({.cache = true});
   const auto cross = cross_cache(inputs);
   r.positions = inputs.positions();
   r.cross = inputs.context().has_value() || cross;

@@ -14,7 +14,6 @@
 namespace attnpack {
 namespace {
 
-constexpr int64_t kRoundedRows = 6;  // of a unit that rounds rows: those that any kernel takes together
 // Outputs of a unit that multiplies. Each unit costs an atomic instruction, which waits for the loads before it.
 constexpr int64_t kMostStoredOutputs = 8 * kStoredOutputs;
 int64_t stored_outputs_of_unit(int64_t outputs) {

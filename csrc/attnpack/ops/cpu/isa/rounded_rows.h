@@ -12,6 +12,8 @@ constexpr int kRowsTogether = kRegisters == 32 ? 6 : 2;
 #else
 constexpr int kRowsTogether = 1;
 #endif
+// A tile is of one unit: its rows are rounded in order, and share marks.
+static_assert(kRoundedRows % kRowsTogether == 0 && kStoredRows % kRowsTogether == 0);
 
 // The rounded blocks of rows that are multiplied together stand side by side: [tile][block][row of the tile].
 struct RoundedTile {
