@@ -22,7 +22,7 @@ HARMLESS = {
     "embd_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "reorder_and_upcast_attn",
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_nextn_predict_layers",
-    "eod_token_id", "classifier_dropout", "router_jitter_noise",
+    "eod_token_id", "attention_dropout", "classifier_dropout", "router_jitter_noise",
     "tie_word_embeddings",  # where the file has a head of its own: test_partial_checkpoints.py
 }  # fmt: skip
 # Settings of layers that are refused.
@@ -34,7 +34,6 @@ NO_EXPERTS = {"num_experts", "top_k_experts", "moe_intermediate_size"}  # of Gem
 # Settings that follow from others in a family, or that transformers does not read either.
 UNUSED = {
     "gemma3": {"_sliding_window_pattern"},  # layer_types say it
-    "starcoder2": {"attention_dropout"},
     "qwen2_windows": {"max_window_layers"},
     "gpt_bigcode": {"num_key_value_heads"},
     "gpt_bigcode_heads": {"num_key_value_heads"},
@@ -48,7 +47,6 @@ UNUSED = {
     "smollm3": {"no_rope_layer_interval", "use_sliding_window", "sliding_window"},  # the layers' lists say it
     "smollm3_windows": {"no_rope_layer_interval", "use_sliding_window"},
     "exaone4": {"sliding_window_pattern"},
-    "seed_oss": {"attention_dropout"},
     "gpt_neox": {"is_decoder"},
     "mistral4": {"head_dim", "qk_head_dim"},
     "llama4": {"no_rope_layer_interval", "interleave_moe_layer_step"},

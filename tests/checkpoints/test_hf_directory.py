@@ -162,7 +162,6 @@ def test_missing_setting(llama):
     [
         {"attn_logit_softcapping": 50.0},
         {"final_logit_softcapping": 30.0},
-        {"attention_dropout": 0.1},
         {"hidden_act": "gelu"},
         {"quantization_config": {"bits": 4}},
         {"partial_rotary_factor": 0.5},
@@ -174,6 +173,14 @@ def test_missing_setting(llama):
 def test_settings_of_later_issues_are_named(llama, setting):
     edit_config(llama[1], **setting)
     refused(llama[1], next(iter(setting)))
+
+
+def test_dropout_of_training_is_left_out(llama):
+    """As released Granite models have it."""
+    edit_config(llama[1], attention_dropout=0.1)
+    model = attnpack.CausalLM.from_hf(llama[1])
+    assert not model.training and model.attention_dropout == 0
+    assert_same_logits(model, llama[0])
 
 
 @pytest.mark.parametrize("said", [True, None])

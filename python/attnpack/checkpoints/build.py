@@ -69,10 +69,11 @@ def from_hf(
     gpt_bigcode, falcon, gpt_oss, qwen3_moe, deepseek_v2, deepseek_v3, smollm3, granite, granitemoehybrid, cohere2,
     glm4, exaone4, olmo3, ministral, ministral3, mistral4, seed_oss, hunyuan_v1_dense, ernie4_5, helium, arcee, phi,
     gpt_neox, stablelm, mixtral, minimax_m2, llama4_text, gemma4_text, qwen3_5_text, qwen3_5_moe_text,
-    qwen3_next, olmo_hybrid, kimi_linear, bamba, lfm2, lfm2_moe. Weights in FP8 (e4m3 with scales by block, as
-    DeepSeek-V3 and Qwen3-FP8) and in MXFP4 (gpt-oss) become numbers of `dtype`; activations are not rounded to FP8.
-    `dtype` (default fp32), `max_positions`, memory and errors are as in `from_gguf`. A setting that CausalLM cannot
-    compute, or that nothing here knows, raises ValueError and is named.
+    qwen3_next, olmo_hybrid, kimi_linear, bamba, lfm2, lfm2_moe; and the language model (`text_config`) of gemma3,
+    gemma4, llama4, mistral3, qwen3_5 and qwen3_5_moe, whose pictures and sound are left out. Weights in FP8 (e4m3 with
+    scales by block, as DeepSeek-V3 and Qwen3-FP8) and in MXFP4 (gpt-oss) become numbers of `dtype`; activations are not
+    rounded to FP8. `dtype` (default fp32), `max_positions`, memory and errors are as in `from_gguf`. A setting that
+    CausalLM cannot compute, or that nothing here knows, raises ValueError and is named.
     """
     return _load_model(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
 

@@ -329,7 +329,7 @@ def _params(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return _number(text, int, lambda x: x >= 0, "a whole number, at least 0")
 
 
 def _seed(text: str) -> int:

@@ -20,7 +20,9 @@ const std::string kHead = "lm_head.weight", kEmbedding = "model.embed_tokens.wei
 HfSettings read_settings(const std::string& directory) {
   const auto config = (std::filesystem::path(directory) / "config.json").string();
   refuse_unless(is_file(config), directory, ": has no config.json; give the directory of a Hugging Face checkpoint");
-  return HfSettings(directory, read_json_file(config));
+  HfSettings settings(directory, read_json_file(config));
+  settings.enter_language_model();
+  return settings;
 }
 
 bool are_equal(const SafetensorsFile& a, const std::string& name_a, const SafetensorsFile& b,
@@ -39,7 +41,7 @@ bool begins_with_one_of(const std::string& name, std::initializer_list<const cha
 
 // The name in a file of the whole language model. A file of the base model lacks the beginning, as do the first
 // checkpoints of GPT-2.
-std::string full_name(const std::string& name, const std::string& base = "model.") {
+std::string full_name(const std::string& name, const std::string& base) {
   if (begins_with_one_of(name, {"embed_tokens.", "layers.", "norm.", "final_layernorm.", "embedding_norm.", "embed_in.",
                                 "final_layer_norm.", "embed_tokens_per_layer.", "per_layer_model_projection.",
                                 "per_layer_projection_norm."}))
@@ -48,9 +50,22 @@ std::string full_name(const std::string& name, const std::string& base = "model.
   return name;
 }
 
+// A name in a file of a model with pictures, as the file of its language model has it; empty for what is not of that.
+std::string name_in_language_model(const std::string& name) {
+  constexpr std::pair<std::string_view, const char*> kBeginnings[] = {
+      {"model.language_model.", "model."},
+      {"language_model.model.", "model."},  // as transformers 4 wrote it
+      {"language_model.lm_head.", "lm_head."},
+      {"lm_head.", "lm_head."},
+  };
+  for (const auto& [theirs, ours] : kBeginnings)
+    if (name.starts_with(theirs)) return ours + name.substr(theirs.size());
+  return "";
+}
+
 // A layer after the last one: DeepSeek-V3 has there what predicts a token further.
 bool is_further_layer(const std::string& name, const CausalLMOptions& options) {
-  return options.latent() && full_name(name).starts_with(c10::str("model.layers.", options.num_layers(), "."));
+  return options.latent() && name.starts_with(c10::str("model.layers.", options.num_layers(), "."));
 }
 
 std::vector<int64_t> sizes_of(const StoredTensor& tensor) { return {tensor.shape.begin(), tensor.shape.end()}; }
@@ -62,12 +77,15 @@ HfCheckpoint::HfCheckpoint(std::string directory, std::optional<int64_t> max_pos
 
 HfCheckpoint::HfCheckpoint(std::string directory, HfSettings settings, std::optional<int64_t> max_positions)
     : path_(std::move(directory)), quantization_(settings), options_(hf_options(settings, max_positions)) {
-  find_files();
   const auto& family = hf_family(settings);
+  const NameOf name_of = [&](const std::string& stored) {
+    return settings.multimodal() ? name_in_language_model(stored) : full_name(stored, family.base);
+  };
+  find_files(name_of);
   std::set<std::string> scales;  // they come with their weights
   for (const auto& [name, file] : files_) scales.insert(quantization_.scales_of(name));
   for (const auto& [name, file] : files_)
-    if (!scales.count(name)) add(name, family.parts(full_name(name, family.base), options_));
+    if (!scales.count(name)) add(name, family.parts(name_of(name), options_));
   if (options_.tie_embeddings()) find_tied_head();
   refuse_unless(options_.tie_embeddings() || sources_.count(kHead) || !sources_.count(kEmbedding), path_, ": lacks ",
                 kHead,
@@ -79,11 +97,13 @@ HfCheckpoint::HfCheckpoint(std::string directory, HfSettings settings, std::opti
   check_sizes(path_, sources_.size(), options_.num_layers(), options_.num_heads(), widest);
 }
 
-void HfCheckpoint::find_files() {
+void HfCheckpoint::find_files(const NameOf& name_of) {
   for (const auto& file : open_safetensors(path_)) {
     for (const auto& [name, tensor] : file->tensors()) {
+      const auto full = name_of(name);
       // Old checkpoints carry the frequencies, which follow from the configuration.
-      if (!name.ends_with(".rotary_emb.inv_freq") && !is_further_layer(name, options_)) files_.emplace(name, file);
+      const bool frequencies = full.ends_with(".rotary_emb.inv_freq");
+      if (!full.empty() && !frequencies && !is_further_layer(full, options_)) files_.emplace(name, file);
     }
   }
 }

@@ -48,7 +48,10 @@ class HfCheckpoint {
   using Load = std::function<at::Tensor(const std::string& stored)>;
 
   HfCheckpoint(std::string directory, HfSettings settings, std::optional<int64_t> max_positions);
-  void find_files();
+  // The name of a stored tensor in a file of the whole language model; empty for one that is not of it.
+  using NameOf = std::function<std::string(const std::string& stored)>;
+
+  void find_files(const NameOf& name_of);
   void add(const std::string& stored, const std::vector<HfPart>& parts);
   // The piece, out of what `load` gives for the stored tensors.
   at::Tensor part_of(const Piece& piece, const Load& load) const;

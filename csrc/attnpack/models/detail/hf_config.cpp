@@ -16,8 +16,11 @@ struct Unsupported {
   std::optional<double> off;
 };
 constexpr Unsupported kUnsupported[] = {
-    {"attn_logit_softcapping", 0}, {"final_logit_softcapping", 0},     {"attention_dropout", 0},
-    {"partial_rotary_factor", 1},  {"use_bidirectional_attention", 0}, {"is_causal", 1},
+    {"attn_logit_softcapping", 0},
+    {"final_logit_softcapping", 0},
+    {"partial_rotary_factor", 1},
+    {"use_bidirectional_attention", 0},
+    {"is_causal", 1},
 };
 
 // honoured: the settings that the family reads.
@@ -75,6 +78,8 @@ const HfFamily& hf_family(const HfSettings& config) {
                                   [&](const auto& family) { return family.model_type == config.model_type(); });
   std::string known;
   for (const auto& family : families) (known += known.empty() ? "" : ", ") += family.model_type;
+  known += ", and the language model of ";
+  for (const auto model : kMultimodal) (known += model == kMultimodal[0] ? "" : ", ") += model;
   config.check(found != families.end(), "model_type ", excerpt(shown(config.get("model_type"))),
                " is not supported; from_hf reads ", known);
   return *found;
@@ -83,6 +88,7 @@ const HfFamily& hf_family(const HfSettings& config) {
 CausalLMOptions hf_options(HfSettings& config, std::optional<int64_t> max_positions) {
   const auto& family = hf_family(config);
   config.set_aliases(family.aliases);
+  config.fill_in(family.sizes);
   check_supported(config, family.honours);
   auto options = usual_options(config, family, max_positions);
   if (!family.rope_by_kind) {

@@ -26,6 +26,7 @@ struct HfFamily {
   bool rope_by_kind = false;                // layers with a window have frequencies of their own
   const char* base = "model.";              // the beginning that names in a file of the base model lack
   std::vector<const char*> ignores = {};    // what released files have and transformers does not use here
+  std::vector<HfSize> sizes = {};           // where the configuration does not say
   bool needs_rope = false;                  // without RoPE settings transformers takes YaRN, with numbers of its own
 };
 

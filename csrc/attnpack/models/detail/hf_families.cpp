@@ -190,7 +190,6 @@ void configure_deepseek(const HfSettings& config, Options& o) {
 
 const std::set<std::string_view> kSoftcaps{"attn_logit_softcapping", "final_logit_softcapping"};
 const std::vector<const char*> kWindowLayers{"max_window_layers"};
-const std::set<std::string_view> kDropout{"attention_dropout"};  // in training; released models have it
 
 const HfAliases kOfGpt2{{"hidden_size", "n_embd", true},         {"max_position_embeddings", "n_positions", true},
                         {"num_attention_heads", "n_head", true}, {"num_hidden_layers", "n_layer", true},
@@ -205,6 +204,10 @@ const HfAliases kOfKimi{{"max_position_embeddings", "model_max_length", true},
 const HfAliases kOfLfm2{{"rms_norm_eps", "norm_eps"}};
 const HfAliases kOfMixture{{"intermediate_size", "moe_intermediate_size"}};  // no layer has another feed-forward
 const HfAliases kOfGemma{{"hidden_act", "hidden_activation"}};
+const std::vector<HfSize> kSizesOfGemma3{{"vocab_size", 262208},      {"hidden_size", 2304},
+                                         {"intermediate_size", 9216}, {"num_hidden_layers", 26},
+                                         {"head_dim", 256},           {"num_attention_heads", 8},
+                                         {"num_key_value_heads", 4},  {"max_position_embeddings", 131072}};
 const HfAliases kOfStarcoder2{{"rms_norm_eps", "norm_epsilon"}};
 const HfAliases kOfLayerNorm{{"rms_norm_eps", "layer_norm_eps"}};
 const HfAliases kOfGptNeox{
@@ -222,10 +225,16 @@ const std::vector<HfFamily>& hf_families() {
       {"qwen2", configure_qwen2},
       {"qwen3", configure_qwen3},
       {"gemma2", configure_gemma2, llama_parts, kOfGemma, 1e-6, true, kSoftcaps},
-      {"gemma3_text", configure_gemma3, llama_parts, kOfGemma, 1e-6, true, {"final_logit_softcapping"}, 1e4, true},
+      {.model_type = "gemma3_text",
+       .configure = configure_gemma3,
+       .aliases = kOfGemma,
+       .tied = true,
+       .honours = {"final_logit_softcapping"},
+       .rope_by_kind = true,
+       .sizes = kSizesOfGemma3},
       {"phi3", configure_phi3, phi3_parts, {}, 1e-5, false, {"partial_rotary_factor"}},
       {"olmo2", configure_olmo2, llama_parts, {}, 1e-5},
-      {"starcoder2", configure_starcoder2, starcoder2_parts, kOfStarcoder2, 1e-5, true, kDropout},
+      {"starcoder2", configure_starcoder2, starcoder2_parts, kOfStarcoder2, 1e-5, true},
       {"gpt2", configure_gpt2, gpt2_parts, kOfGpt2, 1e-5, true},
       {"gpt_bigcode", configure_gpt_bigcode, gpt_bigcode_parts, kOfGpt2, 1e-5, true},
       {"falcon", configure_falcon, falcon_parts, kOfFalcon, 1e-5, true},
@@ -258,7 +267,7 @@ const std::vector<HfFamily>& hf_families() {
        .ignores = kWindowLayers},
       {.model_type = "ministral", .configure = configure_ministral, .ignores = kWindowLayers},
       {.model_type = "ministral3", .configure = configure_ministral3, .eps = 1e-5, .needs_rope = true},
-      {.model_type = "seed_oss", .configure = configure_seed_oss, .honours = kDropout},
+      {.model_type = "seed_oss", .configure = configure_seed_oss},
       {.model_type = "hunyuan_v1_dense", .configure = configure_hunyuan, .parts = hunyuan_parts, .eps = 1e-5},
       {.model_type = "ernie4_5", .configure = configure_ernie, .eps = 1e-5, .tied = true, .rope_base = 5e5},
       {.model_type = "helium", .configure = configure_helium, .eps = 1e-8, .rope_base = 1e5},

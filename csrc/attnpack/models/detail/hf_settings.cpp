@@ -1,5 +1,6 @@
 #include <attnpack/models/detail/hf_settings.h>
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
 
@@ -8,7 +9,7 @@ namespace attnpack {
 namespace {
 
 // Settings that do not change what CausalLM computes: about training, generation, tokens and files, and switches of
-// how transformers computes. Dropout is among them where released models have it: a loaded model is in evaluation mode.
+// how transformers computes. Dropout is among them: a loaded model is in evaluation mode, and has none in training.
 constexpr std::string_view kHarmless =
     " architectures auto_map transformers_version torch_dtype dtype _name_or_path model_type use_cache "
     "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id "
@@ -23,13 +24,40 @@ constexpr std::string_view kHarmless =
     "inference_runner is_llama_config transformers.js_config tokenizer_class max_length min_length do_sample "
     "temperature top_k top_p repetition_penalty length_penalty num_beams num_return_sequences early_stopping "
     "no_repeat_ngram_size pad_key_length ff_factor "
-    "classifier_dropout router_jitter_noise eod_token_id ";
+    "attention_dropout classifier_dropout router_jitter_noise eod_token_id ";
 
 bool is_harmless(const std::string& name) {
   return name.find(' ') == name.npos && kHarmless.find(" " + name + " ") != kHarmless.npos;
 }
 
+// Settings of the whole model that hold for its language model.
+constexpr std::string_view kOfAllParts[] = {"tie_word_embeddings", "quantization_config"};
+
 }  // namespace
+
+void HfSettings::enter_language_model() {
+  if (std::find(std::begin(kMultimodal), std::end(kMultimodal), model_type()) == std::end(kMultimodal)) return;
+  const auto whole = std::move(config_);
+  const auto* text = whole.find("text_config");
+  const auto* members = text ? text->as<Json::Object>() : nullptr;
+  check(members, "text_config in config.json is ", text ? excerpt(shown(*text)) : "absent",
+        ", wants the settings of the language model");
+  auto settings = *members;
+  for (const auto name : kOfAllParts) {
+    const auto* value = whole.find(name);
+    if (!value || value->is_null()) continue;
+    std::erase_if(settings, [&](const auto& member) { return member.name == name; });
+    settings.push_back({std::string(name), *value});
+  }
+  config_.value = std::move(settings);
+  multimodal_ = true;
+}
+
+void HfSettings::fill_in(const std::vector<HfSize>& sizes) {
+  auto* members = std::get_if<Json::Object>(&config_.value);
+  for (const auto& [name, size] : sizes)
+    if (members && !has(name)) members->push_back({name, {size}});
+}
 
 const char* HfSettings::called(const char* name) const {
   for (const auto& [usual, theirs, takes_usual] : aliases_)

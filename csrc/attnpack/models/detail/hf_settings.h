@@ -21,6 +21,16 @@ struct HfAlias {
 };
 using HfAliases = std::vector<HfAlias>;
 
+// Models with pictures or sound, whose text_config describes a language model that text by itself runs through as if it
+// stood alone.
+inline constexpr std::string_view kMultimodal[] = {"gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe"};
+
+// A size that released files leave out, because the family's class in transformers has it.
+struct HfSize {
+  const char* setting;
+  int64_t size;
+};
+
 // The settings in the config.json of a checkpoint directory, by name. A setting that is null counts as absent. Errors
 // name the directory and the setting.
 class HfSettings {
@@ -28,8 +38,13 @@ class HfSettings {
   HfSettings(std::string path, Json config) : path_(std::move(path)), config_(std::move(config)) {}
 
   const std::string& path() const { return path_; }
+  // Of a model with pictures or sound: from now on the settings are those of its language model.
+  void enter_language_model();
+  bool multimodal() const { return multimodal_; }
   // From now on these settings are found under their other names too.
   void set_aliases(const HfAliases& aliases) { aliases_ = aliases; }
+  // From now on these sizes are there, unless they were.
+  void fill_in(const std::vector<HfSize>& sizes);
   // The name under which the setting stands here.
   const char* called(const char* name) const;
   // The setting; null if it is absent.
@@ -70,6 +85,7 @@ class HfSettings {
   std::string path_;
   Json config_;
   HfAliases aliases_;
+  bool multimodal_ = false;
   mutable std::set<std::string> asked_;
 };
 
