@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, builds and runs every test: pytest (with the C++ consumer and the README's snippets) and ctest.
 #   --long       run the tests that take minutes too
+#   --torch      test the operators under another supported release of torch too, the next one each day
 #   --sanitize   run only the kernels, under the address, undefined-behaviour and thread sanitizers
 # Further arguments go to pytest. Skips are printed; a skip that tests/allowed_skips.txt does not list is a failure.
 # Style and the pages come first, because they take seconds and fail most often. The last lines say how long each part took.
@@ -12,12 +13,18 @@ if [ "${1:-}" = --sanitize ]; then
   need_compiler
   exec bash scripts/sanitize.sh
 fi
-marks=(-m "not long")
-if [ "${1:-}" = --long ]; then
-  marks=()
-  export ATTNPACK_LONG_TESTS=1  # for ctest
+marks=(-m "not long") other_torch=
+while true; do
+  case "${1:-}" in
+    --long)
+      marks=()
+      export ATTNPACK_LONG_TESTS=1  # for ctest
+      ;;
+    --torch) other_torch=yes ;;
+    *) break ;;
+  esac
   shift
-fi
+done
 
 reports=build/reports
 parts=()
@@ -65,6 +72,10 @@ else
   run_pytest "tools and project" tests/{tools,project} "$@"
   bash scripts/matrix.sh --if-newer || status=1
   end_part "newest transformers"
+fi
+if [ -n "$other_torch" ]; then
+  bash scripts/matrix.sh --torch --in-turn || status=1
+  end_part "another torch"
 fi
 say summary
 python scripts/summary.py "$reports"/*.xml || status=1

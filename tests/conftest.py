@@ -91,16 +91,21 @@ def reference_script():
     return load_script("scripts/make_reference_tokens.py")
 
 
+def return_freed_memory() -> None:
+    """Gives freed memory back to the system: glibc keeps what lies below a small block that is in use."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        gc.collect()
+        trim(0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_a_module(request):
-    """Returns freed memory to the system: glibc keeps what lies below a small block that is in use."""
+    """Notes the peak of each module of tests, and lets the next one begin with little."""
     reset_peak()
     yield
     name = request.module.__name__
     PEAKS[name] = max(PEAKS.get(name, 0.0), peak_memory())
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        gc.collect()
-        trim(0)
+    return_freed_memory()
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +117,9 @@ def smollm2_tokenizer_hf(reference_script):
 @pytest.fixture(scope="module")
 def smollm2_hf(reference_script):
     """The model of transformers, fp32."""
-    return reference_script.load_model()
+    model = reference_script.load_model()
+    return_freed_memory()
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,13 @@ import sysconfig
 import time
 import venv
 import zipfile
+from email import message_from_bytes
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from processes import ROOT, run_program
 
 HERE = Path(sysconfig.get_path("purelib"))
@@ -55,6 +57,13 @@ def test_its_name_says_on_which_linux_it_loads(wheel):
     assert zipfile.ZipFile(wheel).testzip() is None
 
 
+def test_it_asks_for_torch_and_no_more(wheel):
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    asked = message_from_bytes(zipfile.ZipFile(wheel).read(metadata)).get_all("Requires-Dist")
+    (torch_range,) = (Requirement(each) for each in asked if "extra ==" not in each)
+    assert torch_range.name == "torch" and all(torch_range.specifier.contains(release) for release in TORCHES)
+
+
 def test_it_becomes_an_archive_for_c_and_cpp(wheel, tmp_path):
     made = run_program(sys.executable, ROOT / "scripts/wheel_parts.py", "archive", tmp_path, wheel)
     assert made.returncode == 0, made.text
@@ -76,9 +85,9 @@ def environment(request, wheel, tmp_path_factory) -> Path:
                 (site / entry.name).symlink_to(entry)
     python = folder / "venv/bin/python"
     begin = time.perf_counter()
-    # Without an index: the wheel must ask for nothing but the torch that is there.
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-cache-dir", wheel)
-    installed = run_program(*pip, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    # Without dependencies: pip would write another torch through the links.
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-cache-dir")
+    installed = run_program(*pip, wheel, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     assert installed.returncode == 0, installed.text
     print(f"pip installed {wheel.name} beside torch {request.param} in {time.perf_counter() - begin:.1f} s")
     for part in ("tests", "notebooks", "examples/cpp/hello_attention"):

@@ -119,11 +119,15 @@ def test_a_picture_that_cannot_be_written_stops_before_anything_is_timed(picture
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("head_dim is too wide")])
-def test_a_peer_that_refuses_the_case_or_needs_more_memory_than_there_is_leaves_a_dash(error, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "error, words", [(torch.OutOfMemoryError, "CUDA out of memory"), (RuntimeError, "head_dim is too wide")]
+)
+def test_a_peer_that_refuses_the_case_or_needs_more_memory_than_there_is_leaves_a_dash(
+    error, words, capsys, monkeypatch
+):
     def refusing(*_):
         def call():
-            raise error
+            raise error(words)
 
         return call
 

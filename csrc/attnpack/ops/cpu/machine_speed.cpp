@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
+#include <map>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include <attnpack/ops/cpu/isa.h>
@@ -39,11 +42,16 @@ constexpr int64_t kApart = 16;  // floats: each thread writes to a cache line of
 }  // namespace
 
 int64_t last_level_cache_bytes() {
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  return std::max<int64_t>(0, sysconf(_SC_LEVEL3_CACHE_SIZE));
-#else
-  return 0;
-#endif
+  std::map<std::string, int64_t> kibibytes;  // of each cache, by the CPUs that share it
+  for (int64_t cpu = 0; cpu < sysconf(_SC_NPROCESSORS_CONF); ++cpu) {
+    const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/cache/index3/";
+    std::string cpus;
+    // The size is such as 32768K.
+    if (std::ifstream(folder + "shared_cpu_list") >> cpus) std::ifstream(folder + "size") >> kibibytes[cpus];
+  }
+  int64_t bytes = 0;
+  for (const auto& [cpus, size] : kibibytes) bytes += size << 10;
+  return bytes;
 }
 
 double read_bytes_per_second(const at::Tensor& data) {
