@@ -52,11 +52,15 @@ class ShardedCache(KVCache, ShardedAttention):
         return self.inner._kind
 
     @property
-    def _tensors(self) -> list[Tensor]:
+    def _places(self) -> dict[str, int]:
+        return self.inner._places
+
+    @property
+    def _tensors(self) -> list[Tensor | None]:
         return self.inner._tensors
 
     @_tensors.setter
-    def _tensors(self, tensors: list[Tensor]) -> None:
+    def _tensors(self, tensors: list[Tensor | None]) -> None:
         self.inner._tensors = tensors
 
     @property
