@@ -645,7 +645,7 @@ def query_factors(pick: Random) -> Call:
     def right(result):
         assert_close(result, 1 + growth * (1 + (places / size).floor()).log())
 
-    return "query_factors", in_order("query_factors", counted, given, **numbers), right
+    return "query_factors", in_order("query_factors", counted, given, 1, **numbers), right
 
 
 def null(pick: Random) -> Call:
