@@ -380,6 +380,32 @@ def latent_expand(pick: Random) -> Call:
     return "latent_expand", [draw(2, 1, 3, 10), draw(2, 3, heads * 8), 6, heads, 5], NO_CHECK
 
 
+def latent_steps(pick: Random) -> Call:
+    """The steps of latent attention, of which one gives what the operator takes."""
+    batch, heads, length, dtype = pick.randint(1, 2), pick.randint(1, 4), pick.randint(1, 5), pick.choice(WIDE)
+    query, latent, k_rope = (draw(batch, *s, dtype=dtype) for s in ((heads, length, 7), (length, 6), (length, 4)))
+    latents = torch.cat([latent, k_rope], -1).unsqueeze(1)
+    if pick.random() < 0.5:
+        places = pick.choice([None, torch.arange(length)])
+
+        def unrotated(result):
+            assert torch.equal(result[0], query) and torch.equal(result[1], latents)
+
+        return "latent_rotate", in_order("latent_rotate", query, latent, k_rope, positions=places), unrotated
+    kv_b = draw(heads * (3 + 5), 6, dtype=dtype)
+    up = kv_b.view(heads, 8, 6)
+
+    def right(result):
+        got = reference.attention(*result, scale=0.4)
+        if path == "absorbed":
+            got = torch.einsum("bhlc,hvc->bhlv", got.double(), up[:, 3:].double())
+        expected = reference.latent_attention(query, latent, k_rope, up[:, :3], up[:, 3:], scale=0.4)
+        assert_close(got.to(expected.dtype), expected, atol=1e-3, rtol=1e-3)
+
+    path, lens = pick.choice(["expanded", "absorbed"]), pick.choice([None, torch.full((batch,), length)])
+    return "latent_heads", [query, latents, 4, kv_b, 5, path, lens], right
+
+
 def apply_rope(pick: Random) -> Call:
     x = draw(*[pick.randint(1, 3) for _ in range(pick.randint(0, 3))], pick.randint(0, 5), 8, dtype=pick.choice(WIDE))
     half, interleaved = pick.randint(1, 4), pick.random() < 0.5
@@ -657,8 +683,9 @@ MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, new_cache,
     static_cache, sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand,
-    apply_rope, rope_table, linear, linear_attention, linear_attention_in_place, linear_attention_backward,
-    causal_conv1d, causal_conv1d_backward, rms_norm, add_rms_norm, swiglu, quantize_rows, dequantize_rows,
-    attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
+    latent_steps, apply_rope, rope_table, linear, linear_attention, linear_attention_in_place,
+    linear_attention_backward, causal_conv1d, causal_conv1d_backward, rms_norm, add_rms_norm, swiglu, quantize_rows,
+    dequantize_rows, attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS,
+    *entry_calls.MAKERS,
     *newer_calls.MAKERS,
 ]  # fmt: skip
