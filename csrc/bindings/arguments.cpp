@@ -165,8 +165,10 @@ void raise_unexpected_keyword(const std::string& function, const std::string& na
   TORCH_CHECK_TYPE(false, "attnpack: ", function, "() got an unexpected keyword argument '", name, "'", hint);
 }
 
-void check_not_nested(const std::string& name, const py::handle& value) {
-  if (!value.is_none() && THPVariable_Check(value.ptr())) check_padded(name, THPVariable_Unpack(value.ptr()));
+void check_not_nested(std::string_view name, const py::handle& value) {
+  if (value.is_none() || !THPVariable_Check(value.ptr())) return;
+  if (const at::Tensor& tensor = THPVariable_Unpack(value.ptr()); tensor.is_nested())
+    check_padded(std::string(name), tensor);
 }
 
 std::optional<int64_t> read_index(const py::handle& value) {

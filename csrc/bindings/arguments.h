@@ -12,6 +12,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -45,7 +46,7 @@ std::string wrong_kind(const std::string& name, const py::handle& value, const s
                                            const std::string& cache);
 
 // Raises a ValueError for a nested tensor.
-void check_not_nested(const std::string& name, const py::handle& value);
+void check_not_nested(std::string_view name, const py::handle& value);
 
 // An int, or what Python uses as one (numpy's ints, a tensor of one int): neither a bool nor a float.
 std::optional<int64_t> read_index(const py::handle& value);
@@ -71,6 +72,7 @@ struct Reader {
     if (auto words = wanted_by_name(name, false); !words.empty()) return words;
     if constexpr (std::is_floating_point_v<T>) return "a number";
     if constexpr (std::is_same_v<T, std::string>) return "a str";
+    if constexpr (std::is_same_v<T, at::Tensor>) return "a tensor";
     return "another kind of value";
   }
 };
@@ -141,12 +143,15 @@ struct Reader<RotaryEmbedding> {
 // The value as a T, or a TypeError. `name`, of an argument of `function`, finds the words for the right kind;
 // `shown_name` stands in the sentence.
 template <typename T>
-T read_value(const std::string& shown_name, const py::handle& value, const std::string& name,
+T read_value(std::string_view shown_name, const py::handle& value, std::string_view name,
              const char* function = nullptr) {
   if constexpr (std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>)
     check_not_nested(name, value);
   auto read = Reader<T>::read(value);
-  if (!read) raise_wrong_kind(shown_name, value, Reader<T>::wanted(function ? c10::str(function, ".", name) : name));
+  if (!read) {
+    const auto full_name = function ? c10::str(function, ".", name) : std::string(name);
+    raise_wrong_kind(std::string(shown_name), value, Reader<T>::wanted(full_name));
+  }
   return std::move(*read);
 }
 

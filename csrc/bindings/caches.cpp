@@ -53,8 +53,9 @@ std::string describe_cache(const std::string& name, const KVCache& cache) {
 // Binds a rule for eager calls, which pybind serves faster than the dispatcher.
 template <typename Result, typename... Rest>
 void bind_rule(py::module_& m, const char* name, Result (*rule)(const CacheSnapshot&, Rest...)) {
-  m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
-                     Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
+  m.def(name, [rule](std::string_view kind, const OptionalTensors& tensors, c10::SymIntArrayRef numbers, Rest... rest) {
+    return rule({kind, tensors, numbers}, rest...);
+  });
 }
 
 // A window as an int, how many positions before, or as (left, right).
@@ -69,10 +70,10 @@ Changed sliding_window_cache_py(const py::object& window, const py::object& keep
   return sliding_window_cache(left, right, read_value<int64_t>("keep_first", keep_first, "keep_first"));
 }
 
-py::object static_cache_py(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
-                           std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
+Changed static_cache_py(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+                        std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
   const auto factory = make_factory(device, dtype);
-  return py::cast(static_cache(batch, num_kv_heads, max_len, head_dim, v_head_dim, factory.dtype, factory.device));
+  return static_cache(batch, num_kv_heads, max_len, head_dim, v_head_dim, factory.dtype, factory.device);
 }
 
 Changed paged_cache_py(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64_t page_size, int64_t num_pages,
@@ -114,6 +115,7 @@ void bind_rules(py::module_& m) {
         return cache_release(snapshot, as_index(rows, "rows"));
       });
   bind_rule(m, "cache_give_back", &cache_give_back);
+  m.def("new_cache", &new_cache);
   m.def("sliding_window_cache", &sliding_window_cache_py);
   m.def("quantized_cache", [](const py::object& bits, const py::object& exact_first, const py::object& exact_last) {
     return quantized_cache(read_value<int64_t>("bits", bits, "bits"),
@@ -125,9 +127,10 @@ void bind_rules(py::module_& m) {
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
   m.def("room_names", &room_names);
+  m.def("cache_tensor_names", &cache_tensor_names);
   m.def("cache_number_names", &cache_number_names);
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
-  m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
+  m.def("lend_cache", [](std::string_view kind, const OptionalTensors& tensors, c10::SymIntArrayRef numbers) {
     return CacheSnapshot{kind, tensors, numbers}.make();
   });
   m.def("cache_state", [](const KVCache& cache) {

@@ -17,19 +17,20 @@ py::object generate_by_py(Arguments& arguments) {
   const auto states = arguments.require<py::object>("states"), head = arguments.require<py::object>("head"),
              pick_rows = arguments.require<py::object>("pick_rows"), agreed = arguments.require<py::object>("agreed");
   const auto ids = arguments.require<at::Tensor>("ids");
-  const auto call = [](const py::object& function, const auto&... given) {
+  const auto call = [](const char* result, const py::object& function, const auto&... given) {
     const py::gil_scoped_acquire acquired;
-    return function(given...).template cast<at::Tensor>();
+    return read_value<at::Tensor>(result, function(given...), result);
   };
   const GenerateSteps steps{
-      .states = [&](const auto& new_ids, const auto& lengths) { return call(states, new_ids, lengths); },
-      .head = [&](const at::Tensor& state) { return call(head, state); },
+      .states = [&](const auto& new_ids,
+                    const auto& lengths) { return call("what states returns", states, new_ids, lengths); },
+      .head = [&](const at::Tensor& state) { return call("what head returns", head, state); },
       .pick_rows =
           [&](const at::Tensor& index) {
             const py::gil_scoped_acquire acquired;
             pick_rows(index);
           },
-      .agreed = [&](const at::Tensor& tokens) { return call(agreed, tokens); }};
+      .agreed = [&](const at::Tensor& tokens) { return call("what agreed returns", agreed, tokens); }};
   return py::cast(
       run_generate(arguments, [&](const GenerateOptions& options) { return generate(steps, ids, options); }));
 }

@@ -88,7 +88,6 @@ void register_checks(py::module_& m) {
                                     bool rope_by_length, const std::string& place) {
     refuse_single_process_inputs({mask, need_weights, cache, cross, dropout, rope_by_length}, place.c_str());
   });
-  m.def("chunk_over_ranks", &refuse_chunk);
   m.def("named_keys_over_ranks", &refuse_named_keys);
   m.def("lengths", [](const char* name, const py::object& lengths, const py::object& x) {
     if (!THPVariable_Check(x.ptr())) return;  // such an x is refused where it is read

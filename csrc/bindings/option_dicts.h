@@ -13,16 +13,27 @@
 // Groups of options that Python gives as one dict.
 namespace attnpack {
 
+// "bits, exact_first and exact_last"
+inline std::string listed(const Names& names) {
+  std::string words;
+  for (size_t i = 0; i < names.size(); ++i) words += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i];
+  return words;
+}
+
 // The dict as Options, which begin as `result`; none for another kind of value. `left_out` are options that the dict
-// does not have, `words` say what it does have.
+// does not have; `words` say what it does have, where a list of them would not.
 template <typename Options>
 std::optional<Options> read_dict(const std::string& owner, const py::handle& value, Options result,
-                                 const Names& left_out, const std::string& words) {
+                                 const Names& left_out = {}, const std::string& words = "") {
   if (!py::isinstance<py::dict>(value)) return std::nullopt;
+  auto taken = option_names(result);
+  std::erase_if(taken,
+                [&](const auto& name) { return std::find(left_out.begin(), left_out.end(), name) != left_out.end(); });
   for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) {
     const auto name = py::str(key).cast<std::string>();
-    const bool known = std::find(left_out.begin(), left_out.end(), name) == left_out.end();
-    ATTNPACK_CHECK(known && read_item(owner, name, item, result), owner, ": got '", name, "', want ", words);
+    const bool known = std::find(taken.begin(), taken.end(), name) != taken.end();
+    ATTNPACK_CHECK(known && read_item(owner, name, item, result), owner, ": got '", name, "', want ",
+                   words.empty() ? listed(taken) : words);
   }
   return result;
 }
@@ -40,8 +51,7 @@ template <>
 struct Reader<QkNorm> {
   static std::optional<QkNorm> read(const py::handle& value) {
     if (py::isinstance<py::bool_>(value)) return QkNorm(value.cast<bool>());
-    return read_dict("qk_norm", value, QkNorm(true), {"on"},
-                     "all_heads, plus_one, eps, after_rope, weights and values");
+    return read_dict("qk_norm", value, QkNorm(true), {"on"});
   }
   static std::string wanted(const std::string&) { return "True or False, or a dict such as {'eps': 1e-5}"; }
 };
@@ -77,8 +87,7 @@ template <>
 struct Reader<std::optional<ScoreSettings>> {
   static std::optional<std::optional<ScoreSettings>> read(const py::handle& value) {
     if (value.is_none()) return std::optional<ScoreSettings>();
-    const auto read =
-        read_dict("scores", value, ScoreSettings(), {}, "softcap, sinks, alibi, scale, rope_dim, query_scale and gate");
+    const auto read = read_dict("scores", value, ScoreSettings());
     return read ? std::make_optional(read) : std::nullopt;
   }
   static std::string wanted(const std::string&) { return "None or a dict such as {'softcap': 50.0}"; }
@@ -105,9 +114,7 @@ template <>
 struct Reader<std::optional<RecurrentSettings>> {
   static std::optional<std::optional<RecurrentSettings>> read(const py::handle& value) {
     if (value.is_none()) return std::optional<RecurrentSettings>();
-    const auto read = read_dict("recurrent", value, RecurrentSettings(), {},
-                                "kind, num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel_size, norm_eps, "
-                                "allow_neg_eigval, bias, feature_map and decay");
+    const auto read = read_dict("recurrent", value, RecurrentSettings());
     return read ? std::make_optional(read) : std::nullopt;
   }
   static std::string wanted(const std::string&) {
@@ -123,10 +130,7 @@ struct Reader<std::vector<LayerSettings>> {
     if (!is_list(value)) return std::nullopt;
     for (const auto& item : py::reinterpret_borrow<py::object>(value)) {
       const auto owner = c10::str("layer_settings[", layers.size(), "]");
-      const auto layer =
-          read_dict(owner, item, LayerSettings(), {},
-                    "window, chunk, rope_base, rope_scaling, rope, qk_norm, query_scale, experts, recurrent, layout, "
-                    "num_kv_heads, head_dim, hidden_dim, keys_as_values and kv_from");
+      const auto layer = read_dict(owner, item, LayerSettings());
       if (!layer) return std::nullopt;
       layers.push_back(*layer);
     }
@@ -141,7 +145,7 @@ template <>
 struct Reader<std::optional<TailSettings>> {
   static std::optional<std::optional<TailSettings>> read(const py::handle& value) {
     if (value.is_none()) return std::optional<TailSettings>();
-    const auto read = read_dict("tail", value, TailSettings(), {}, "input_dim and vocab_size");
+    const auto read = read_dict("tail", value, TailSettings());
     return read ? std::make_optional(read) : std::nullopt;
   }
   static std::string wanted(const std::string&) { return "None or a dict such as {'input_dim': 256}"; }

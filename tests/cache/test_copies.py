@@ -60,16 +60,34 @@ def test_a_clone_copies_what_is_held_and_not_the_room():
     assert torch.equal(copies[0].k, cache.k) and torch.equal(copies[0].v, cache.v) and len(copies[0]) == 3
 
 
-def test_a_pickle_holds_the_numbers_by_name():
-    cache = attnpack.LatentCache()
+def test_a_pickle_holds_tensors_and_numbers_by_name():
+    cache, other = attnpack.LatentCache(), attnpack.LatentCache()
+    keys, _ = cache.reserve_latents(torch.randn(2, 1, 3, 5), 4)
+    cache.commit(3, None)
     state = cache.__getstate__()
-    assert state["_numbers"] == {"len": 0, "ready": 0, "kv_lora_rank": 0}
-    other = copy.copy(cache)
-    other.__setstate__(state | {"_numbers": {"kv_lora_rank": 5, "len": 0, "ready": 0}})  # in any order
-    assert other.kv_lora_rank == 5
+    tensors, numbers = state["_tensors"], state["_numbers"]
+    assert numbers == {"len": 3, "ready": 3, "kv_lora_rank": 4}
+    assert tensors.keys() == {"lengths", "key", "value", "index"} and tensors["index"] is None
+    assert tensors["lengths"] is cache.lengths and tensors["key"].data_ptr() == keys.data_ptr()
+    in_any_order = {name: dict(reversed(part.items())) for name, part in (("_tensors", tensors), ("_numbers", numbers))}
+    other.__setstate__(state | in_any_order)
+    assert other.kv_lora_rank == 4 and len(other) == 3 and torch.equal(other.k, cache.k)
     for wrong in ([0, 5, 0], {"len": 0, "ready": 0}):
-        with pytest.raises(ValueError, match="want len, ready, kv_lora_rank: it is of another release"):
+        with pytest.raises(ValueError, match="as the numbers .* want len, ready, kv_lora_rank: it is of another rel"):
             other.__setstate__(state | {"_numbers": wrong})
+    for wrong in (list(tensors.values()), {"lengths": cache.lengths}):
+        with pytest.raises(ValueError, match="as the tensors .* want lengths, key, value, index: it is of another rel"):
+            other.__setstate__(state | {"_tensors": wrong})
+
+
+@pytest.mark.parametrize("kind", LAYER)
+def test_the_names_of_a_state_are_those_of_the_native_cache(kind):
+    """`lengths` is what the name says in each class, whatever the order."""
+    cache = LAYER[kind]()
+    layer_for(kind)(torch.randn(2, 3, 24), cache=cache)
+    tensors = cache.__getstate__()["_tensors"]
+    assert tensors["lengths"].tolist() == [3, 3] and tensors["lengths"] is cache.lengths
+    assert len(set(tensors)) == len(cache._tensors)
 
 
 @layer_ways

@@ -68,10 +68,30 @@ def test_a_cache_of_the_other_language():
 
 KEY, LENGTHS = torch.zeros(1, 2, 3, 4), torch.tensor([1])
 STATES = {
-    "tensors: got 0, want lengths, key and value": ("StaticCache", [], []),
-    "tensors: got 1, want lengths, key and value": ("StaticCache", [LENGTHS], []),
-    "tensors: got 2, want": ("DynamicCache", [LENGTHS, KEY], [1]),
-    "numbers: got 1, want 3 for a cache of this class": ("LatentCache", [LENGTHS, KEY, KEY], [1]),
+    "tensors: got 0, want 3 for a cache of this class: lengths, key, value": ("StaticCache", [], []),
+    "tensors: got no key and value, want those of a StaticCache": ("StaticCache", [LENGTHS, None, None], []),
+    "tensors: got only one of key and value, want both": ("DynamicCache", [LENGTHS, KEY, None], [1]),
+    "tensors: got no lengths, want": ("DynamicCache", [None, KEY, KEY], [1]),
+    "tensors: got 4, want 3 for a cache of this class: lengths, conv_state, state": (
+        "RecurrentCache",
+        [LENGTHS, KEY, KEY, KEY],
+        [1],
+    ),
+    "tensors: got key without dropped, want both or none": ("SlidingWindowCache", [LENGTHS, KEY, KEY, None], [2, 0, 1]),
+    r"window: got \(-1, 0\), want \(left, 0\)": ("SlidingWindowCache", [LENGTHS, None, None, None], [-1, 0, 0]),
+    "bits: got 7, want 8 or 4": ("QuantizedCache", [LENGTHS] + 5 * [None], [7, 0, 0, 0, 0, 0, 0, 6, 0]),
+    "dtype: got the number 300, want one": ("QuantizedCache", [LENGTHS] + 5 * [None], [8, 0, 0, 0, 0, 0, 0, 300, 0]),
+    "tensors: got some of exact_key, exact_value and exact_dropped, want none": (
+        "QuantizedCache",
+        [LENGTHS, KEY, KEY, KEY, None, None],
+        [8, 0, 0, 1, 4, 4, 0, 6, 1],
+    ),
+    "tensors: got key of a PagedCache as none": ("PagedCache", [LENGTHS] + 4 * [None], []),
+    "numbers: got 1, want 3 for a cache of this class: len, ready, kv_lora_rank": (
+        "LatentCache",
+        [LENGTHS, KEY, KEY, None],
+        [1],
+    ),
     "kind: got Cache, want a class of caches": ("Cache", [LENGTHS, KEY, KEY], [1, 2]),
     r"lengths\[0\] is 1, wants 0 to its 0 positions": ("StaticCache", [LENGTHS, KEY[:, :, :0], KEY], []),
 }
@@ -81,6 +101,12 @@ STATES = {
 def test_a_state_that_no_cache_has_is_refused_by_the_ops(message):
     with pytest.raises(ValueError, match=message):
         torch.ops.attnpack.cache_views(*STATES[message])
+
+
+@pytest.mark.parametrize("kind", ["StaticCache", "SlidingWindowCache", "QuantizedCache", "PagedCache"])
+def test_a_new_cache_of_a_class_with_settings_is_refused(kind):
+    with pytest.raises(ValueError, match=f"kind: got {kind}, which has settings, want a class of caches without"):
+        torch.ops.attnpack.new_cache(kind)
 
 
 @pytest.mark.parametrize("dtype", [-7, -1, 100])

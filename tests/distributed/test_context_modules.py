@@ -100,6 +100,20 @@ def with_lengths(make, method, layout):
     return compare(make, method, layout, ids, **{name: torch.tensor([LENGTH, 9])})
 
 
+def poisoned_latents():
+    """NaN in a context beyond its lengths reaches no gradient of kv_b_proj."""
+    whole, lens = made(latent), torch.tensor([8, 3])
+    spread, x, context = copy.deepcopy(whole), draw(2, LENGTH, WIDTH), draw(2, 8, WIDTH, seed=4)
+    context[1, 3:] = float("nan")
+    whole(x, context, kv_lens=lens).sum().backward()
+    with context_parallel():
+        spread(parts(x, "contiguous"), parts(context, "contiguous"), kv_lens=lens).sum().backward()
+    got = spread.kv_b_proj.weight.grad
+    dist.all_reduce(got)
+    assert got.isfinite().all()
+    return distance(got, whole.kv_b_proj.weight.grad)
+
+
 def shared_both_ways():
     """Heads over one dim of a mesh, the sequence over the other one, with the gradients of all parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
@@ -437,6 +451,7 @@ def program(only=None):
         checks[f"context lengths {way}"] = lambda way=way: with_lengths(grouped, *way)
         checks[f"context model {way}"] = lambda way=way: with_lengths(MODELS["tied"], *way)
     checks |= {
+        "context poisoned": poisoned_latents,
         "context and heads": shared_both_ways,
         "context inferred": inferred,
         "context checkpointed": lambda: checkpointed(False),

@@ -204,7 +204,7 @@ def sparse_rule(pick: Random) -> Call:
     for length in (pick.randint(1, 9), pick.randint(1, 3)):
         q, k, v = (draw(batch, n, length, d, dtype=dtype) for n, d in ((2 * heads, 8), (heads, 8), (heads, 6)))
         made.keep_sums(block, length) if sums else made.reserve_index(k[:, :1])
-        state, numbers = [x.clone() for x in made._tensors], made._numbers
+        state, numbers = made.clone()._tensors, made._numbers
         room = made.reserve(k, v)
         if len(made):
             break

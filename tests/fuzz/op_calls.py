@@ -208,7 +208,7 @@ def cache_rule(pick: Random) -> Call:
         "LatentCache": [longest, longest, 6],
         "SlidingWindowCache": [2, 1, longest],
     }.get(kind, [])
-    dropped = [torch.zeros(batch, dtype=torch.int64)] if kind == "SlidingWindowCache" else []
+    named = {"lengths": lengths, "key": key, "value": value, "dropped": torch.zeros(batch, dtype=torch.int64)}
     new = [draw(batch, heads, length, width, dtype=dtype) for width in widths]
     rules = {
         **dict.fromkeys(("cache_clone", "cache_len", "cache_nbytes", "cache_reset", "cache_views"), []),
@@ -231,13 +231,13 @@ def cache_rule(pick: Random) -> Call:
     if kind in parts:
         rules["cache_part"] = [pick.choice(parts[kind])]
     name = pick.choice(list(rules))
-    return name, [kind, [lengths, key, value, *dropped], numbers, *rules[name]], NO_CHECK
+    tensors = [named.get(part) for part in attnpack._C.cpp.cache_tensor_names(kind)]
+    return name, [kind, tensors, numbers, *rules[name]], NO_CHECK
 
 
 def quantized_rule(pick: Random) -> Call:
     _, arguments, _ = attend_quantized(pick)
     key, value, room = *arguments[1:3], attnpack.ops.CacheTensors(*arguments[3:14])
-    exact = [x for x in (room.dropped, room.exact_key, room.exact_value) if x is not None]
     dtypes = {torch.float32: 6, torch.float64: 7}  # torch's own numbers
     first, held = room.keep_first, int(room.lengths.max())
     named = {"bits": room.bits, "exact_first": first, "exact_last": room.window + 1, "len": held}
@@ -248,7 +248,8 @@ def quantized_rule(pick: Random) -> Call:
     rules |= {"crop": [pick.randint(0, 9)], "commit": [1, None], "reserve": [key, value, None]}
     rules["reorder"] = [torch.zeros(key.size(0), dtype=torch.int64)]
     name = pick.choice(list(rules))
-    state = [room.lengths, room.key, room.value, *exact]
+    tensors = room._asdict() | {"exact_dropped": room.dropped}
+    state = [tensors[part] for part in attnpack._C.cpp.cache_tensor_names("QuantizedCache")]
     return f"cache_{name}", ["QuantizedCache", state, numbers, *rules[name]], NO_CHECK
 
 
@@ -301,6 +302,10 @@ def sliding_window_cache(pick: Random) -> Call:
 
 def quantized_cache(pick: Random) -> Call:
     return "quantized_cache", [pick.choice([4, 8]), pick.randint(0, 3), pick.randint(0, 3)], NO_CHECK
+
+
+def new_cache(pick: Random) -> Call:
+    return "new_cache", [pick.choice(["DynamicCache", "LatentCache", "SparseCache", "RecurrentCache"])], NO_CHECK
 
 
 def static_cache(pick: Random) -> Call:
@@ -373,6 +378,32 @@ def latent(pick: Random) -> Call:
 def latent_expand(pick: Random) -> Call:
     heads = pick.randint(1, 3)
     return "latent_expand", [draw(2, 1, 3, 10), draw(2, 3, heads * 8), 6, heads, 5], NO_CHECK
+
+
+def latent_steps(pick: Random) -> Call:
+    """The steps of latent attention, of which one gives what the operator takes."""
+    batch, heads, length, dtype = pick.randint(1, 2), pick.randint(1, 4), pick.randint(1, 5), pick.choice(WIDE)
+    query, latent, k_rope = (draw(batch, *s, dtype=dtype) for s in ((heads, length, 7), (length, 6), (length, 4)))
+    latents = torch.cat([latent, k_rope], -1).unsqueeze(1)
+    if pick.random() < 0.5:
+        places = pick.choice([None, torch.arange(length)])
+
+        def unrotated(result):
+            assert torch.equal(result[0], query) and torch.equal(result[1], latents)
+
+        return "latent_rotate", in_order("latent_rotate", query, latent, k_rope, positions=places), unrotated
+    kv_b = draw(heads * (3 + 5), 6, dtype=dtype)
+    up = kv_b.view(heads, 8, 6)
+
+    def right(result):
+        got = reference.attention(*result, scale=0.4)
+        if path == "absorbed":
+            got = torch.einsum("bhlc,hvc->bhlv", got.double(), up[:, 3:].double())
+        expected = reference.latent_attention(query, latent, k_rope, up[:, :3], up[:, 3:], scale=0.4)
+        assert_close(got.to(expected.dtype), expected, atol=1e-3, rtol=1e-3)
+
+    path, lens = pick.choice(["expanded", "absorbed"]), pick.choice([None, torch.full((batch,), length)])
+    return "latent_heads", [query, latents, 4, kv_b, 5, path, lens], right
 
 
 def apply_rope(pick: Random) -> Call:
@@ -640,7 +671,7 @@ def query_factors(pick: Random) -> Call:
     def right(result):
         assert_close(result, 1 + growth * (1 + (places / size).floor()).log())
 
-    return "query_factors", in_order("query_factors", counted, given, **numbers), right
+    return "query_factors", in_order("query_factors", counted, given, 1, **numbers), right
 
 
 def null(pick: Random) -> Call:
@@ -650,10 +681,11 @@ def null(pick: Random) -> Call:
 
 MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
-    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
-    sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
-    rope_table, linear, linear_attention, linear_attention_in_place, linear_attention_backward, causal_conv1d,
-    causal_conv1d_backward, rms_norm, add_rms_norm, swiglu, quantize_rows, dequantize_rows,
-    attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
+    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, new_cache,
+    static_cache, sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand,
+    latent_steps, apply_rope, rope_table, linear, linear_attention, linear_attention_in_place,
+    linear_attention_backward, causal_conv1d, causal_conv1d_backward, rms_norm, add_rms_norm, swiglu, quantize_rows,
+    dequantize_rows, attention_quantized, merge_states, scale_queries, query_factors, null, *layer_calls.MAKERS,
+    *entry_calls.MAKERS,
     *newer_calls.MAKERS,
 ]  # fmt: skip

@@ -144,7 +144,7 @@ def test_layers_of_attention_get_fewer_kv_heads():
 def test_wrong_options_are_named():
     for given, message in (
         ({"recurrent": {"kind": "mamba"}}, "recurrent: got kind 'mamba', want 'gated_delta_net', 'kimi_delta_"),
-        ({"recurrent": {"heads": 2}}, "recurrent: got 'heads', want kind, num_k_heads"),
+        ({"recurrent": {"heads": 2}}, "recurrent: got 'heads', want kind, num_v_heads, num_k_heads"),
         ({"recurrent": {"num_k_heads": 3}}, "num_k_heads: got 3, which does not divide num_v_heads 4"),
         ({"layer_settings": [{"recurrent": 3}, {}]}, "layer_settings"),
         ({"experts": {"hidden_dim": 8, "num_experts": 2, "top_k": 1, "shared_gate": True}}, "shared_gate: got True"),

@@ -69,6 +69,9 @@ VALUES = {
     r"positions has shape \[3\] .* length 5": lambda m: m.GroupedQueryAttention(
         24, 4, 2, query_scale={"type": "log", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
     ).forward(X, positions=torch.arange(3)),
+    r"positions has shape \[3, 5\] and .* length 5": lambda m: m.GroupedQueryAttention(
+        24, 4, 2, query_scale={"type": "log", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+    ).forward(X, positions=torch.arange(5).expand(3, 5)),
     r"positions has shape \[1\] .* length 2": lambda m: m.CausalLM(
         5, 24, 1, 4, position_embedding="learned", max_positions=8
     ).forward(torch.zeros(2, 2).long(), positions=torch.arange(1)),

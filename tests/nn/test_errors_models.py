@@ -92,3 +92,11 @@ def test_a_setting_of_generate_of_the_wrong_type(message, m):
 def test_a_missing_argument_is_not_a_list_of_signatures():
     with pytest.raises(TypeError, match=r"generate\(\) lacks the argument max_new_tokens"):
         model(attnpack.cpp).generate(IDS)
+
+
+def test_a_step_of_generate_that_gives_no_tensor_is_named():
+    """The loop of C++ over a model of Python, whose steps are functions."""
+    steps = {"states": lambda ids, lengths: torch.zeros(2, 4), "head": lambda state: 3}
+    steps |= {"pick_rows": lambda index: None, "agreed": lambda tokens: tokens}
+    with pytest.raises(TypeError, match=r"what head returns is 3 \(int\), wants a tensor"):
+        attnpack._C.cpp.generate_by(**steps, ids=torch.tensor([[1], [2]]), max_new_tokens=1)

@@ -48,7 +48,10 @@ INCLUDES = {
     "distributed": [
         *("core", "ops", "layers", "cache", "modules", "modules/attention", "models", "distributed/detail"),
     ],
-    "distributed/detail": ["core", "ops", "ops/detail", "layers", "modules", "modules/detail", "distributed"],
+    "distributed/detail": [
+        *("core", "ops", "ops/detail", "layers", "layers/detail", "cache", "cache/detail", "modules", "modules/detail"),
+        "distributed",
+    ],
     "convert": ["core", "convert/detail"],
     "convert/detail": ["core", "convert"],
 }

@@ -9,6 +9,7 @@ namespace attnpack {
 class CrossCache : public KVCache {
  public:
   CrossCache() { reset(); }
+  explicit CrossCache(Unfilled) {}
 
   bool filled() const { return tensors_.key.defined(); }
   // Stores copies, without history. kv_lens [B]: the valid keys of each sequence; default all.

@@ -9,6 +9,7 @@ namespace attnpack {
 class DynamicCache : public KVCache {
  public:
   DynamicCache();
+  explicit DynamicCache(Unfilled) {}
   // Over tensors that somebody else holds too. They are written until the cache outgrows them.
   explicit DynamicCache(CacheTensors tensors);
 

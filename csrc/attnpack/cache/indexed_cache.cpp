@@ -85,21 +85,6 @@ std::shared_ptr<KVCache> IndexedCache::with_copied_index(std::shared_ptr<KVCache
   return copy;
 }
 
-CacheState IndexedCache::state() const {
-  auto result = DynamicCache::state();
-  if (index_.defined()) result.tensors.push_back(index_);
-  return result;
-}
-
-void IndexedCache::restore(const CacheState& state) {
-  auto tensors = state.tensors;
-  const bool indexed = tensors.size() == 2 || tensors.size() == 4;
-  const auto index = indexed ? tensors.back() : at::Tensor();
-  if (indexed) tensors.pop_back();
-  DynamicCache::restore({tensors, state.numbers});
-  index_ = index;
-}
-
 at::Tensor IndexedCache::index() const {
   return index_.defined() && sym_len() > 0 ? index_.narrow_symint(2, 0, index_len()) : at::Tensor();
 }

@@ -19,9 +19,10 @@ class IndexedCache : public DynamicCache {
   void reset() override;
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
-  // tensors: at the end index(), with its capacity
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  void visit_tensors(TensorVisitor visit) override {
+    DynamicCache::visit_tensors(visit);
+    visit("index", index_);
+  }
   void visit_numbers(NumberVisitor visit) override {
     DynamicCache::visit_numbers(visit);
     visit("ready", ready_);
@@ -32,6 +33,7 @@ class IndexedCache : public DynamicCache {
 
  protected:
   IndexedCache() = default;
+  explicit IndexedCache(Unfilled unfilled) : DynamicCache(unfilled) {}
   explicit IndexedCache(CacheTensors tensors) : DynamicCache(std::move(tensors)), ready_(sym_len()) {}
 
   // Positions of index_ that are held.

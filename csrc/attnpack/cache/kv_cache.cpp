@@ -37,21 +37,11 @@ c10::SymInt KVCache::sym_nbytes_allocated() const {
   return tensors_.key.defined() ? tensors_.key.sym_nbytes() + tensors_.value.sym_nbytes() : c10::SymInt(0);
 }
 
-void KVCache::restore(const CacheState& state) {
-  const auto& parts = state.tensors;
-  ATTNPACK_CHECK(parts.size() == 1 || parts.size() == 3 || parts.size() == 4, "tensors: got ", parts.size(),
-                 ", want only lengths, or lengths, key and value, and dropped");
-  check_numbers(state);
-  tensors_.lengths = parts[0];
-  tensors_.key = parts.size() > 1 ? parts[1] : at::Tensor();
-  tensors_.value = parts.size() > 1 ? parts[2] : at::Tensor();
-  tensors_.dropped = parts.size() > 3 ? std::make_optional(parts[3]) : std::nullopt;
-  read_numbers(state);
-}
-
-void KVCache::take_back(const CacheBefore& before) {
-  restore(before.state);
-  tensors_.lengths.copy_(before.lengths);
+void visit_optional(TensorVisitor visit, const char* name, std::optional<at::Tensor>& tensor) {
+  const at::Tensor before = tensor.value_or(at::Tensor());
+  at::Tensor part = before;
+  visit(name, part);
+  if (!part.is_same(before)) tensor = part.defined() ? std::make_optional(part) : std::nullopt;
 }
 
 void visit_int(NumberVisitor visit, const char* name, int64_t& number) {
@@ -60,41 +50,76 @@ void visit_int(NumberVisitor visit, const char* name, int64_t& number) {
   number = symbol.guard_int(__FILE__, __LINE__);
 }
 
+void KVCache::visit_tensors(TensorVisitor visit) {
+  visit("lengths", tensors_.lengths);
+  visit("key", tensors_.key);
+  visit("value", tensors_.value);
+}
+
+std::vector<std::string> KVCache::tensor_names() const {
+  std::vector<std::string> names;
+  const_cast<KVCache*>(this)->visit_tensors([&](const char* name, at::Tensor&) { names.emplace_back(name); });
+  return names;
+}
+
 std::vector<std::string> KVCache::number_names() const {
   std::vector<std::string> names;
   const_cast<KVCache*>(this)->visit_numbers([&](const char* name, c10::SymInt&) { names.emplace_back(name); });
   return names;
 }
 
-std::vector<c10::SymInt> KVCache::numbers() const {
-  std::vector<c10::SymInt> numbers;
-  numbers.reserve(9);  // the most that a cache has: states are made at each step
-  const_cast<KVCache*>(this)->visit_numbers([&](const char*, c10::SymInt& number) { numbers.push_back(number); });
-  return numbers;
-}
-
-void KVCache::check_numbers(const CacheState& state) const {
-  size_t count = 0;
-  const_cast<KVCache*>(this)->visit_numbers([&](const char*, c10::SymInt&) { ++count; });
-  ATTNPACK_CHECK(state.numbers.size() == count, "numbers: got ", state.numbers.size(), ", want ", count,
-                 " for a cache of this class: ", c10::Join(", ", number_names()));
-}
-
-void KVCache::read_numbers(const CacheState& state) {
-  auto next = state.numbers.begin();
-  visit_numbers([&](const char*, c10::SymInt& number) { number = *next++; });
-}
-
 CacheState KVCache::state() const {
-  CacheState result;
-  result.numbers = numbers();
-  result.tensors.reserve(4);
-  result.tensors.push_back(tensors_.lengths);
-  if (!tensors_.key.defined()) return result;
-  result.tensors.push_back(tensors_.key);
-  result.tensors.push_back(tensors_.value);
-  if (tensors_.dropped) result.tensors.push_back(*tensors_.dropped);
-  return result;
+  CacheState state;
+  state.tensors.reserve(6);  // the most that a cache has: states are made at each step
+  state.numbers.reserve(9);
+  auto& self = const_cast<KVCache&>(*this);
+  self.visit_tensors([&](const char*, at::Tensor& tensor) {
+    state.tensors.push_back(tensor.defined() ? std::make_optional(tensor) : std::nullopt);
+  });
+  self.visit_numbers([&](const char*, c10::SymInt& number) { state.numbers.push_back(number); });
+  return state;
+}
+
+void KVCache::swap_state(CacheState& state) {
+  auto tensor = state.tensors.begin();
+  visit_tensors([&](const char*, at::Tensor& own) {
+    at::Tensor given = tensor->value_or(at::Tensor());
+    *tensor++ = own.defined() ? std::make_optional(own) : std::nullopt;
+    own = std::move(given);
+  });
+  auto number = state.numbers.begin();
+  visit_numbers([&](const char*, c10::SymInt& own) { std::swap(own, *number++); });
+}
+
+void KVCache::restore(CacheState state) {
+  size_t tensors = 0, numbers = 0;
+  visit_tensors([&](const char*, at::Tensor&) { ++tensors; });
+  visit_numbers([&](const char*, c10::SymInt&) { ++numbers; });
+  const auto check = [](const char* what, size_t got, size_t want, const auto& names) {
+    ATTNPACK_CHECK(got == want, what, ": got ", got, ", want ", want, " for a cache of this class",
+                   want > 0 ? ": " : "", c10::Join(", ", names()));
+  };
+  check("tensors", state.tensors.size(), tensors, [&] { return tensor_names(); });
+  check("numbers", state.numbers.size(), numbers, [&] { return number_names(); });
+  swap_state(state);
+  try {
+    check_state();
+  } catch (...) {
+    swap_state(state);
+    throw;
+  }
+  after_restore();
+}
+
+void KVCache::check_state() const {
+  ATTNPACK_CHECK(tensors_.lengths.defined(), "tensors: got no lengths, want those of each sequence");
+  ATTNPACK_CHECK(tensors_.key.defined() == tensors_.value.defined(),
+                 "tensors: got only one of key and value, want both", " or none");
+}
+
+void KVCache::take_back(const CacheBefore& before) {
+  restore(before.state);
+  tensors_.lengths.copy_(before.lengths);
 }
 
 void check_crop(const c10::SymInt& n) {

@@ -14,18 +14,26 @@
 
 namespace attnpack {
 
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+
 // A cache as plain values, from which the same cache can be made again. Python's classes hold nothing else.
 struct CacheState {
-  // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any, then dropped [B] if it drops any,
-  // then what the kind has beside them
-  std::vector<at::Tensor> tensors;
+  OptionalTensors tensors;           // as visit_tensors names them; none where the cache does not hold one yet
   std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors, as visit_numbers names it
 };
+
+// Sees a tensor of a cache's state, which is undefined where the cache does not hold one, and may change it.
+using TensorVisitor = c10::function_ref<void(const char* name, at::Tensor& tensor)>;
+// The same for a tensor that is optional.
+void visit_optional(TensorVisitor visit, const char* name, std::optional<at::Tensor>& tensor);
 
 // Sees a number of a cache's state, and may change it.
 using NumberVisitor = c10::function_ref<void(const char* name, c10::SymInt& number)>;
 // The same for a number that torch.compile knows.
 void visit_int(NumberVisitor visit, const char* name, int64_t& number);
+
+// For the constructor of a cache that restore() fills: it makes no tensors.
+struct Unfilled {};
 
 // A cache before a call. The call changes lengths, and the rows of key and value after the held positions.
 struct CacheBefore {
@@ -78,13 +86,14 @@ class KVCache {
   // Sequence b becomes what index[b] was, index [B] int64 (beam search).
   virtual void reorder(const at::Tensor& index) = 0;
   virtual std::shared_ptr<KVCache> clone() const = 0;
-  virtual CacheState state() const;
-  // Becomes the cache that had this state.
-  virtual void restore(const CacheState& state);
-  // Calls visit with each number of the state. This is their only list.
+  CacheState state() const;
+  // Becomes the cache that had this state. Raises for one that this class cannot have, and stays as it was then.
+  void restore(CacheState state);
+  // Call visit with each tensor and each number of the state. These are their only lists.
+  virtual void visit_tensors(TensorVisitor visit);
   virtual void visit_numbers(NumberVisitor /*visit*/) {}
+  std::vector<std::string> tensor_names() const;
   std::vector<std::string> number_names() const;
-  std::vector<c10::SymInt> numbers() const;
   // Forgets what was done since before() was called.
   CacheBefore before() const { return {state(), copy_lengths(tensors_.lengths)}; }
   virtual void take_back(const CacheBefore& before);
@@ -118,15 +127,17 @@ class KVCache {
   // longest_length where it can be read for nothing: not from another device, and not while a graph is traced.
   static std::optional<c10::SymInt> known_length(const at::Tensor& lengths, const c10::SymInt& capacity);
 
-  // Raises unless the state has as many numbers as visit_numbers names.
-  void check_numbers(const CacheState& state) const;
-  void read_numbers(const CacheState& state);
+  // Raises unless what restore() has read can be the state of this class.
+  virtual void check_state() const;
+  // Follows check_state: makes what the class derives from its state.
+  virtual void after_restore() {}
 
   CacheTensors tensors_;
 
  private:
   // Copies, which are normal tensors also under inference_mode.
   static CacheTensors copy_tensors(const CacheTensors& tensors);
+  void swap_state(CacheState& state);
   at::Tensor valid(const at::Tensor& tensor) const {  // the positions that are stored
     return tensor.defined() ? tensor.narrow_symint(2, 0, sym_stored()) : tensor;
   }

@@ -10,6 +10,7 @@ namespace attnpack {
 class LatentCache : public IndexedCache {
  public:
   LatentCache() = default;
+  explicit LatentCache(Unfilled unfilled) : IndexedCache(unfilled) {}
   // Over tensors that somebody else holds too; key [B, 1, capacity, kv_lora_rank + rope], value [B, 1, capacity, 0].
   LatentCache(CacheTensors tensors, int64_t kv_lora_rank)
       : IndexedCache(std::move(tensors)), kv_lora_rank_(kv_lora_rank) {}

@@ -121,8 +121,10 @@ std::shared_ptr<PagedCache> PagedCache::fork(const Tensor& index) const {
   const auto rows = check_index(index, lengths(), /*same_batch=*/false);
   c10::InferenceMode normal(false);
   const PageTable table = fork_pages(table_of(tensors_, references_), rows.cpu());
-  return std::make_shared<PagedCache>(CacheState{
-      {tensors_.lengths.index_select(0, rows), tensors_.key, tensors_.value, table.block_table, references_}, {}});
+  auto forked = tensors_;
+  forked.lengths = tensors_.lengths.index_select(0, rows);
+  forked.block_table = table.block_table;
+  return std::make_shared<PagedCache>(std::move(forked), references_);
 }
 
 void PagedCache::keep(const std::vector<int64_t>& kept) {
@@ -155,9 +157,10 @@ std::shared_ptr<KVCache> PagedCache::clone() const {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const PageTable table = clone_table(table_of(tensors_, references_));
-  return std::make_shared<PagedCache>(CacheState{
-      {tensors_.lengths.clone(), tensors_.key.clone(), tensors_.value.clone(), table.block_table, table.references},
-      {}});
+  auto copy = tensors_;
+  for (auto* tensor : {&copy.lengths, &copy.key, &copy.value}) *tensor = tensor->clone();
+  copy.block_table = table.block_table;
+  return std::make_shared<PagedCache>(std::move(copy), table.references);
 }
 
 int64_t PagedCache::free_pages() const { return attnpack::free_pages(table_of(tensors_, references_)); }
@@ -173,18 +176,15 @@ SymInt PagedCache::sym_nbytes() const {
   return used_rows(table_of(tensors_, references_), lengths_on_cpu()) * (row(tensors_.key) + row(tensors_.value));
 }
 
-CacheState PagedCache::state() const {
-  return {{tensors_.lengths, tensors_.key, tensors_.value, block_table(), references_}, {}};
-}
-
-namespace {
-
-// Raises unless the tensors can be those of a PagedCache: the table is read without a look at its numbers.
-void check_parts(const std::vector<Tensor>& parts) {
-  for (const Tensor& part : parts)
-    ATTNPACK_CHECK(part.defined() && !part.is_nested() && part.layout() == at::kStrided,
-                   "tensors: got a tensor that is nested or sparse, want plain ones for a PagedCache");
-  const Tensor &lengths = parts[0], &key = parts[1], &value = parts[2], &table = parts[3], &references = parts[4];
+// The table is read without a look at its numbers.
+void PagedCache::check_state() const {
+  const_cast<PagedCache*>(this)->visit_tensors([](const char* name, const Tensor& part) {
+    ATTNPACK_CHECK(part.defined() && !part.is_nested() && part.layout() == at::kStrided, "tensors: got ", name,
+                   part.defined() ? " as a tensor that is nested or sparse" : " of a PagedCache as none",
+                   ", want a plain tensor");
+  });
+  const Tensor &lengths = tensors_.lengths, &key = tensors_.key, &value = tensors_.value;
+  const Tensor &table = block_table(), &references = references_;
   ATTNPACK_CHECK(lengths.dim() == 1 && lengths.scalar_type() == at::kLong && key.dim() == 4 && value.dim() == 4 &&
                      key.sizes().slice(0, 3) == value.sizes().slice(0, 3) && key.size(1) > 0,
                  "tensors: got lengths ", lengths.sizes(), ", key pool ", key.sizes(), " and value pool ",
@@ -199,18 +199,6 @@ void check_parts(const std::vector<Tensor>& parts) {
   for (int64_t i = 0; i < table.numel(); ++i)
     ATTNPACK_CHECK(pages[i] >= -1 && pages[i] < key.size(0), "tensors: block_table has page ", pages[i],
                    ", wants -1 to ", key.size(0) - 1);
-}
-
-}  // namespace
-
-void PagedCache::restore(const CacheState& state) {
-  const auto& parts = state.tensors;
-  ATTNPACK_CHECK(parts.size() == 5, "tensors: got ", parts.size(),
-                 ", want lengths, key pool, value pool, block_table and references for a PagedCache");
-  read_numbers(state);
-  check_parts(parts);
-  tensors_ = {.key = parts[1], .value = parts[2], .lengths = parts[0], .block_table = parts[3]};
-  references_ = parts[4];
 }
 
 void PagedCache::take_back(const CacheBefore& before) {

@@ -25,7 +25,10 @@ struct PagedCacheOptions : OptionList<PagedCacheOptions> {
 class PagedCache : public KVCache {
  public:
   explicit PagedCache(const PagedCacheOptions& options);
-  explicit PagedCache(const CacheState& state) { restore(state); }
+  explicit PagedCache(Unfilled) {}
+  // Over a pool and a table that somebody else holds too.
+  PagedCache(CacheTensors tensors, at::Tensor references)
+      : KVCache(std::move(tensors)), references_(std::move(references)) {}
   PagedCache(const PagedCache&) = delete;  // fork() shares pages, clone() copies the pool
   PagedCache& operator=(const PagedCache&) = delete;
 
@@ -66,12 +69,17 @@ class PagedCache : public KVCache {
   void reorder(const at::Tensor& index) override;
   // With a copy of the whole pool.
   std::shared_ptr<KVCache> clone() const override;
-  // tensors: lengths, key pool, value pool, block_table, references
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  void visit_tensors(TensorVisitor visit) override {
+    KVCache::visit_tensors(visit);
+    visit_optional(visit, "block_table", tensors_.block_table);
+    visit("references", references_);
+  }
   void take_back(const CacheBefore& before) override;
   // Gives back the pages after the held positions.
   void give_back();
+
+ protected:
+  void check_state() const override;
 
  private:
   std::vector<int64_t> lengths_on_cpu() const;

@@ -4,7 +4,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include <attnpack/core/padded.h>
 #include <attnpack/ops/detail/kv_window.h>
@@ -17,7 +16,7 @@ using c10::SymInt;
 
 namespace {
 
-SlidingWindowCache exact_cache(const QuantizedCacheOptions& o) {
+void check_options(const QuantizedCacheOptions& o) {
   constexpr int64_t kMost = int64_t{1} << 40;
   ATTNPACK_CHECK(o.bits() == 8 || o.bits() == 4, "bits: got ", o.bits(),
                  ", want 8 or 4; a DynamicCache holds 16 or 32");
@@ -25,8 +24,14 @@ SlidingWindowCache exact_cache(const QuantizedCacheOptions& o) {
                  ", want how many first positions are exact, 0 or more");
   ATTNPACK_CHECK(o.exact_last() >= 0 && o.exact_last() <= kMost, "exact_last: got ", o.exact_last(),
                  ", want how many last positions are exact, 0 or more");
-  const int64_t left = std::max<int64_t>(o.exact_last() - 1, 0);  // a position sees itself beside those before it
-  return SlidingWindowCache(SlidingWindowCacheOptions(left).keep_first(o.exact_first()));
+}
+
+// A position sees itself beside those before it.
+int64_t exact_window(const QuantizedCacheOptions& o) { return std::max<int64_t>(o.exact_last() - 1, 0); }
+
+SlidingWindowCache exact_cache(const QuantizedCacheOptions& o) {
+  check_options(o);
+  return SlidingWindowCache(SlidingWindowCacheOptions(exact_window(o)).keep_first(o.exact_first()));
 }
 
 // A tensor that has the shape of x's rows, of that many bytes each, without memory for them.
@@ -40,12 +45,6 @@ at::Tensor row_shape(const at::Tensor& x, const SymInt& bytes) {
 QuantizedCache::QuantizedCache(const QuantizedCacheOptions& options)
     : options_(options), exact_(exact_cache(options)) {}
 
-void QuantizedCache::share_lengths() {
-  auto state = exact_.state();
-  state.tensors[0] = tensors_.lengths;
-  exact_.restore(state);
-}
-
 void QuantizedCache::check_stored(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank) {
   ATTNPACK_CHECK(key.dim() == 4 && value.dim() == 4, "cache: got keys of shape ", key.sym_sizes(), " and values of ",
                  value.sym_sizes(), ", want [batch, num_kv_heads, L, head_dim] each");
@@ -56,14 +55,14 @@ void QuantizedCache::check_stored(const at::Tensor& key, const at::Tensor& value
     head_dim_ = key.sym_size(3);
     v_head_dim_ = value.sym_size(3);
     kv_lora_rank_ = kv_lora_rank;
-    dtype_ = key.scalar_type();
+    dtype_ = static_cast<int64_t>(key.scalar_type());
     return;
   }
   ATTNPACK_CHECK(kv_lora_rank == kv_lora_rank_, "cache: got ", kv_lora_rank ? "latents" : "keys and values",
                  " of kv_lora_rank ", kv_lora_rank, ", want ", kv_lora_rank_,
                  " as the cache holds (0: keys and values); use a cache of this layer's shape, or reset() it");
   const auto shape_of = [&](const at::Tensor& rows, const SymInt& dim) {
-    return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype_));
+    return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype()));
   };
   check_fits({shape_of(tensors_.key, head_dim_), shape_of(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
 }
@@ -94,7 +93,7 @@ CacheTensors QuantizedCache::reserve_latents(const at::Tensor& latents, int64_t 
                  "cache: got latents of shape ", latents.sym_sizes(), " and kv_lora_rank ", kv_lora_rank,
                  ", want [batch, 1, L, kv_lora_rank + qk_rope_head_dim]");
   check_stored(latents, latents.narrow(-1, 0, 0), kv_lora_rank);
-  const auto bytes = sym_latent_row_bytes(kv_lora_rank, head_dim_ - kv_lora_rank, dtype_);
+  const auto bytes = sym_latent_row_bytes(kv_lora_rank, head_dim_ - kv_lora_rank, dtype());
   return DynamicCache::reserve(row_shape(latents, bytes), row_shape(latents, 0));
 }
 
@@ -122,12 +121,13 @@ void QuantizedCache::crop(const SymInt& n) {
   // The exact rows are made again of all rows that are held, because the window before position n may have been
   // dropped.
   auto lengths = tensors_.lengths.clamp_max(n);
-  const auto first = [&](const at::Tensor& all) { return all.narrow_symint(2, 0, n); };
-  const CacheState exact{{lengths, first(k()), first(v()), at::zeros_like(lengths)}, exact_.numbers()};
+  const at::Tensor key = k().narrow_symint(2, 0, n), value = v().narrow_symint(2, 0, n);
   DynamicCache::crop(n);
-  tensors_.lengths = lengths;
-  exact_.restore(exact);
-  visit_exact_used([&](SymInt& used) { used = n; });
+  tensors_.lengths = exact_.tensors_.lengths = lengths;
+  exact_.tensors_.key = key;
+  exact_.tensors_.value = value;
+  exact_.tensors_.dropped = at::zeros_like(lengths);
+  exact_.used_ = n;
   exact_.commit(0, std::nullopt);  // drops what is not needed
 }
 
@@ -142,54 +142,50 @@ std::shared_ptr<KVCache> QuantizedCache::clone() const {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   auto copied = state();
-  for (auto& tensor : copied.tensors) tensor = tensor.clone();
+  for (auto& tensor : copied.tensors)
+    if (tensor) tensor = tensor->clone();
   auto copy = std::make_shared<QuantizedCache>(options_);
   copy->restore(copied);
   return copy;
 }
 
-CacheState QuantizedCache::state() const {
-  auto result = DynamicCache::state();
-  const auto exact = exact_.state();
-  if (exact.tensors.size() > 1) {
-    for (const auto n : {3, 1, 2}) result.tensors.push_back(exact.tensors[n]);  // dropped, key, value
-  }
-  return result;
+void QuantizedCache::visit_tensors(TensorVisitor visit) {
+  DynamicCache::visit_tensors(visit);
+  visit("exact_key", exact_.tensors_.key);
+  visit("exact_value", exact_.tensors_.value);
+  visit_optional(visit, "exact_dropped", exact_.tensors_.dropped);
 }
 
 void QuantizedCache::visit_numbers(NumberVisitor visit) {
-  for (auto [name, setting] :
-       {std::pair{"bits", bits()}, std::pair{"exact_first", exact_first()}, std::pair{"exact_last", exact_last()}})
-    visit_int(visit, name, setting);  // the constructor has read it
+  QuantizedCacheOptions::for_each_option(options_,
+                                         [&](const char* name, int64_t& option) { visit_int(visit, name, option); });
   DynamicCache::visit_numbers(visit);
   visit("head_dim", head_dim_);
   visit("v_head_dim", v_head_dim_);
   visit_int(visit, "kv_lora_rank", kv_lora_rank_);
-  int64_t dtype = static_cast<int64_t>(dtype_);
-  visit_int(visit, "dtype", dtype);
-  ATTNPACK_CHECK(dtype >= 0 && dtype < static_cast<int64_t>(at::ScalarType::NumOptions), "dtype: got the number ",
-                 dtype, ", want one of torch's dtypes");
-  dtype_ = static_cast<at::ScalarType>(dtype);
-  visit_exact_used([&](SymInt& used) { visit("exact_used", used); });
+  visit_int(visit, "dtype", dtype_);
+  visit("exact_used", exact_.used_);
 }
 
-void QuantizedCache::visit_exact_used(c10::function_ref<void(SymInt& used)> visit) {
-  exact_.visit_numbers([&](const char* name, SymInt& number) {
-    if (std::string_view(name) == "used") visit(number);
-  });
-}
-
-void QuantizedCache::restore(const CacheState& state) {
-  const auto& parts = state.tensors;
-  ATTNPACK_CHECK(parts.size() == 1 || parts.size() == (keeps_exact() ? 6 : 3), "tensors: got ", parts.size(),
-                 ", want only lengths, or lengths, keys and values",
-                 keeps_exact() ? ", and dropped, keys and values" : "", " for a QuantizedCache");
-  DynamicCache::restore({{parts.begin(), parts.begin() + std::min<size_t>(parts.size(), 3)}, state.numbers});
+void QuantizedCache::check_state() const {
+  DynamicCache::check_state();
+  check_options(options_);
+  ATTNPACK_CHECK(dtype_ >= 0 && dtype_ < static_cast<int64_t>(at::ScalarType::NumOptions), "dtype: got the number ",
+                 dtype_, ", want one of torch's dtypes");
   ATTNPACK_CHECK(kv_lora_rank_ >= 0 && kv_lora_rank_ <= head_dim_, "kv_lora_rank: got ", kv_lora_rank_,
                  ", want 0 for keys and values, or at most head_dim = ", head_dim_);
-  CacheState exact{{parts[0]}, exact_.numbers()};
-  if (parts.size() == 6) exact.tensors.insert(exact.tensors.end(), {parts[4], parts[5], parts[3]});
-  exact_.restore(exact);
+  const auto& exact = exact_.tensors_;
+  const bool wanted = keeps_exact() && tensors_.key.defined();
+  ATTNPACK_CHECK(
+      exact.key.defined() == wanted && exact.value.defined() == wanted && exact.dropped.has_value() == wanted,
+      "tensors: got some of exact_key, exact_value and exact_dropped, want ", wanted ? "all" : "none",
+      " for exact_first = ", exact_first(), " and exact_last = ", exact_last());
+}
+
+void QuantizedCache::after_restore() {
+  exact_.tensors_.window = exact_window(options_);
+  exact_.tensors_.keep_first = exact_first();
+  share_lengths();
 }
 
 at::Tensor QuantizedCache::k() const { return expanded(tensors_.key, head_dim_, exact_.tensors().key); }
@@ -203,8 +199,8 @@ at::Tensor QuantizedCache::expanded(const at::Tensor& rows, const SymInt& dim, c
   if (!rows.defined()) return rows;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  if (kv_lora_rank_ > 0) return latents_of_rows(rows.narrow_symint(2, 0, sym_len()), kv_lora_rank_, dtype_);
-  auto all = dequantize_rows(rows.narrow_symint(2, 0, sym_len()), bits(), dim, dtype_);
+  if (kv_lora_rank_ > 0) return latents_of_rows(rows.narrow_symint(2, 0, sym_len()), kv_lora_rank_, dtype());
+  auto all = dequantize_rows(rows.narrow_symint(2, 0, sym_len()), bits(), dim, dtype());
   if (!exact.defined()) return all;
   // Slots without a position go to a row after the last one.
   const auto position = positions_of_slots(exact_.tensors());

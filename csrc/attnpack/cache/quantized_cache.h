@@ -23,6 +23,7 @@ struct QuantizedCacheOptions : OptionList<QuantizedCacheOptions> {
 class QuantizedCache : public DynamicCache {
  public:
   explicit QuantizedCache(const QuantizedCacheOptions& options);
+  explicit QuantizedCache(Unfilled unfilled) : DynamicCache(unfilled), options_(8), exact_(unfilled) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   // Latents as bytes (ops/detail/latent_rows.h): c in 8 bits, the rotated k_rope as it is. Raises with 4 bits, or with
@@ -36,9 +37,7 @@ class QuantizedCache : public DynamicCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override;
-  // tensors: lengths, the rows of keys and values; dropped, keys and values of the slots of exact_
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
+  void visit_tensors(TensorVisitor visit) override;
   void visit_numbers(NumberVisitor visit) override;
 
   // The held numbers in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv]. Latents: k() is
@@ -50,19 +49,23 @@ class QuantizedCache : public DynamicCache {
   int64_t exact_last() const { return options_.exact_last(); }
   int64_t kv_lora_rank() const { return kv_lora_rank_; }  // of latents; 0 for keys and values
 
+ protected:
+  void check_state() const override;
+  void after_restore() override;
+
  private:
   bool keeps_exact() const { return exact_first() > 0 || exact_last() > 0; }
   // Takes shape and dtype of the first append, and checks those of later ones.
   void check_stored(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank);
   at::Tensor expanded(const at::Tensor& rows, const c10::SymInt& dim, const at::Tensor& exact) const;
-  void share_lengths();
-  void visit_exact_used(c10::function_ref<void(c10::SymInt& used)> visit);  // the slots in use of exact_
+  void share_lengths() { exact_.tensors_.lengths = tensors_.lengths; }
+  at::ScalarType dtype() const { return static_cast<at::ScalarType>(dtype_); }
 
   QuantizedCacheOptions options_;
   SlidingWindowCache exact_;  // its lengths are this cache's lengths
   c10::SymInt head_dim_ = 0, v_head_dim_ = 0;
   int64_t kv_lora_rank_ = 0;
-  at::ScalarType dtype_ = at::kFloat;
+  int64_t dtype_ = static_cast<int64_t>(at::kFloat);  // of the module
 };
 
 }  // namespace attnpack

@@ -114,29 +114,4 @@ std::shared_ptr<KVCache> RecurrentCache::clone() const {
   return copy;
 }
 
-void RecurrentCache::visit_numbers(NumberVisitor visit) {
-  visit("len", len_);
-  int64_t has_conv = states_.conv.defined(), has_state = states_.state.defined();
-  visit_int(visit, "has_conv", has_conv);
-  visit_int(visit, "has_state", has_state);
-}
-
-CacheState RecurrentCache::state() const {
-  CacheState result{{tensors_.lengths}, numbers()};
-  for (const auto* stored : {&states_.conv, &states_.state})
-    if (stored->defined()) result.tensors.push_back(*stored);
-  return result;
-}
-
-void RecurrentCache::restore(const CacheState& state) {
-  check_numbers(state);
-  const bool conv = state.numbers[1] == 1, matrix = state.numbers[2] == 1;  // as visit_numbers has them
-  ATTNPACK_CHECK(state.tensors.size() == size_t{1} + (conv ? 1 : 0) + (matrix ? 1 : 0), "tensors: got ",
-                 state.tensors.size(), ", want lengths and the states that the numbers name");
-  tensors_ = {at::Tensor(), at::Tensor(), state.tensors[0]};
-  states_.conv = conv ? state.tensors[1] : at::Tensor();
-  states_.state = matrix ? state.tensors.back() : at::Tensor();
-  read_numbers(state);
-}
-
 }  // namespace attnpack

@@ -20,6 +20,7 @@ struct RecurrentStates {
 class RecurrentCache : public KVCache {
  public:
   RecurrentCache() { reset(); }
+  explicit RecurrentCache(Unfilled) {}
 
   // The states for a call with `batch` sequences; undefined before the first call. The shapes are those of one
   // sequence, empty for a part that the layer does not have. Raises where what is held is of another shape.
@@ -49,10 +50,12 @@ class RecurrentCache : public KVCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override;
-  // tensors: lengths, then the states that there are
-  CacheState state() const override;
-  void restore(const CacheState& state) override;
-  void visit_numbers(NumberVisitor visit) override;
+  void visit_tensors(TensorVisitor visit) override {
+    visit("lengths", tensors_.lengths);
+    visit("conv_state", states_.conv);
+    visit("state", states_.state);
+  }
+  void visit_numbers(NumberVisitor visit) override { visit("len", len_); }
 
  private:
   // A tensor that a call under inference_mode has made cannot be read by autograd: it gives a copy that can.

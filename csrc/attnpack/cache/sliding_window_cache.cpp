@@ -14,14 +14,22 @@ namespace attnpack {
 
 using c10::SymInt;
 
-SlidingWindowCache::SlidingWindowCache(const SlidingWindowCacheOptions& options) {
+namespace {
+
+void check_options(const SlidingWindowCacheOptions& options) {
   constexpr int64_t kMost = int64_t{1} << 40;  // sums of it do not overflow
   const auto [left, right] = options.window();
   ATTNPACK_CHECK(left >= 0 && left <= kMost && right == 0, "window: got (", left, ", ", right,
                  "), want (left, 0), how many positions before its own each one sees; a DynamicCache keeps them all");
   ATTNPACK_CHECK(options.keep_first() >= 0 && options.keep_first() <= kMost, "keep_first: got ", options.keep_first(),
                  ", want how many first positions stay, 0 or more");
-  tensors_.window = left;
+}
+
+}  // namespace
+
+SlidingWindowCache::SlidingWindowCache(const SlidingWindowCacheOptions& options) {
+  check_options(options);
+  tensors_.window = options.window()[0];
   tensors_.keep_first = options.keep_first();
   reset();
 }
@@ -130,11 +138,11 @@ void SlidingWindowCache::reorder(const at::Tensor& index) {
   }
 }
 
-void SlidingWindowCache::restore(const CacheState& state) {
-  const auto parts = state.tensors.size();
-  ATTNPACK_CHECK(parts == 1 || parts == 4, "tensors: got ", parts,
-                 ", want only lengths, or lengths, key, value and dropped for a SlidingWindowCache");
-  KVCache::restore(state);
+void SlidingWindowCache::check_state() const {
+  KVCache::check_state();
+  check_options(SlidingWindowCacheOptions(window()).keep_first(keep_first()));
+  ATTNPACK_CHECK(tensors_.key.defined() == tensors_.dropped.has_value(), "tensors: got ",
+                 tensors_.dropped ? "dropped without key" : "key without dropped", ", want both or none");
 }
 
 }  // namespace attnpack

@@ -23,6 +23,7 @@ struct SlidingWindowCacheOptions : OptionList<SlidingWindowCacheOptions> {
 class SlidingWindowCache : public KVCache {
  public:
   explicit SlidingWindowCache(const SlidingWindowCacheOptions& options);
+  explicit SlidingWindowCache(Unfilled) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   // Raises: latent attention has no window.
@@ -48,14 +49,22 @@ class SlidingWindowCache : public KVCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
-  void restore(const CacheState& state) override;
+  void visit_tensors(TensorVisitor visit) override {
+    KVCache::visit_tensors(visit);
+    visit_optional(visit, "dropped", tensors_.dropped);
+  }
   void visit_numbers(NumberVisitor visit) override {
     visit_int(visit, "window", tensors_.window);
     visit_int(visit, "keep_first", tensors_.keep_first);
     visit("used", used_);
   }
 
+ protected:
+  void check_state() const override;
+
  private:
+  friend class QuantizedCache;  // whose exact rows stand in the slots of such a cache
+
   c10::SymInt max_slots_after_slide() const;  // most slots that a slide leaves in use
   c10::SymInt steady_capacity() const;        // slots between calls
   void slide(const c10::SymInt& capacity);

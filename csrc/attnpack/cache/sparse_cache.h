@@ -14,6 +14,7 @@ namespace attnpack {
 class SparseCache : public IndexedCache {
  public:
   SparseCache() = default;
+  explicit SparseCache(Unfilled unfilled) : IndexedCache(unfilled) {}
 
   // Raises for a cache that keeps sums.
   CacheTensors reserve_index(const at::Tensor& key) override;  // [B, 1, L, D]

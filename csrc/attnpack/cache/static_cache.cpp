@@ -36,6 +36,12 @@ c10::SymInt StaticCache::sym_len() const { return longest_length(tensors_.length
 
 c10::SymInt StaticCache::sym_nbytes() const { return tensors_.key.sym_nbytes() + tensors_.value.sym_nbytes(); }
 
+void StaticCache::check_state() const {
+  KVCache::check_state();
+  ATTNPACK_CHECK(tensors_.key.defined(), "tensors: got no key and value, want those of a StaticCache, which allocates ",
+                 "them at once");
+}
+
 void StaticCache::crop(const c10::SymInt& n) {
   check_crop(n);
   tensors_.lengths.clamp_max_(n);

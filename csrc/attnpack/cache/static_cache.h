@@ -22,6 +22,7 @@ class StaticCache : public KVCache {
   StaticCache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim)
       : StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)) {}
   explicit StaticCache(const StaticCacheOptions& options);
+  explicit StaticCache(Unfilled) {}
   // Over tensors that somebody else holds too.
   explicit StaticCache(CacheTensors tensors) : KVCache(std::move(tensors)) {}
 
@@ -41,6 +42,9 @@ class StaticCache : public KVCache {
   // In place; the batch keeps its size.
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
+
+ protected:
+  void check_state() const override;
 };
 
 }  // namespace attnpack

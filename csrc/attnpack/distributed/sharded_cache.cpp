@@ -24,21 +24,13 @@ at::Tensor ShardedCache::attend(const at::Tensor& query, const at::Tensor& key, 
                    " new keys, want as many");
   });
   return rollback_on_error(std::array{cache_}, [&] {
-    const auto [keys, values] = append(key, value);
-    const auto past = at::full({1}, len_, query.options().dtype(at::kLong));
+    const auto past = at::full({query.size(0)}, len_, query.options().dtype(at::kLong));
+    const auto new_lens = at::full_like(past, key.size(2));
+    const auto [keys, values] = append_share(*cache_, key, value, past, new_lens, /*kv_lora_rank=*/0, group_);
     const auto out = attend_sharded_keys(query, keys, values, past, std::nullopt, options, group_);
     len_ += key.size(2);
     return out;
   });
-}
-
-std::pair<at::Tensor, at::Tensor> ShardedCache::append(const at::Tensor& key, const at::Tensor& value) {
-  const int64_t ranks = group_->getSize(), first = ((group_->getRank() - len_) % ranks + ranks) % ranks;
-  const auto local = [&](const at::Tensor& x) { return x.slice(2, first, std::nullopt, ranks); };
-  const auto room = cache_->reserve(local(key), local(value));
-  kv_cache_append_(room.key, room.value, room.lengths, local(key), local(value));
-  cache_->commit(local(key).size(2), std::nullopt);
-  return {cache_->k(), cache_->v()};
 }
 
 }  // namespace attnpack::distributed

@@ -26,9 +26,6 @@ class ShardedCache {
   int64_t nbytes() const { return cache_->nbytes(); }
 
  private:
-  // Writes the positions of this rank; its keys and values [B, Hkv, K, D] then.
-  std::pair<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
-
   Group group_;
   std::shared_ptr<DynamicCache> cache_;
   int64_t len_ = 0;

@@ -254,6 +254,43 @@ std::tuple<Tensor, Tensor> latent_expand_composite(const Tensor& latents, const 
   return expand_latents(latents, kv, latent_dim, num_heads, v_dim);
 }
 
+std::tuple<Tensor, Tensor> rotate_latents(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
+                                          const std::optional<RopeSettings>& rope, const Placement& place) {
+  const NewTokens tokens = new_tokens(query, latent, k_rope);
+  return rotate_tokens(tokens, is_below_one(k_rope.sym_size(2)) ? std::nullopt : rope, place);
+}
+
+// With key_positions, keys come from another sequence.
+std::tuple<Tensor, Tensor> latent_rotate_composite(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
+                                                   const RopeArguments& rope, const std::optional<Tensor>& positions,
+                                                   const std::optional<Tensor>& key_positions) {
+  return rotate_latents(query, latent, k_rope, rope_settings(rope),
+                        {.positions = positions, .cross = key_positions.has_value(), .keys_at = key_positions});
+}
+
+Heads heads_of(const Tensor& query, const Tensor& latents, const SymInt& rotated_dim, const std::optional<Tensor>& kv_b,
+               const SymInt& v_dim, c10::string_view path, const std::optional<Tensor>& kv_lens) {
+  const PlacedLatents tokens{
+      {query, latents, without_width(latents), std::nullopt, kv_lens}, latents.sym_size(3) - rotated_dim, rotated_dim};
+  return make_heads(tokens, kv_b, v_dim, path == "auto" ? "expanded" : path);
+}
+
+std::tuple<Tensor, Tensor, Tensor> latent_heads_composite(const Tensor& query, const Tensor& latents,
+                                                          SymInt rotated_dim, const std::optional<Tensor>& kv_b,
+                                                          SymInt v_dim, c10::string_view path,
+                                                          const std::optional<Tensor>& kv_lens) {
+  ATTNPACK_CHECK(latents.dim() == 4 && is_one(latents.sym_size(1)), "latents has shape ", latents.sym_sizes(),
+                 ", wants [batch, 1, length, kv_lora_rank + qk_rope_head_dim]");
+  ATTNPACK_CHECK(rotated_dim >= 0 && rotated_dim < latents.sym_size(3), "rotated_dim is ", rotated_dim, ", wants 0 to ",
+                 latents.sym_size(3), ", the width of latents, without the end");
+  const Tensor parts = latents.squeeze(1);
+  check_up_projection(query, parts.narrow_symint(2, 0, latents.sym_size(3) - rotated_dim),
+                      parts.narrow_symint(2, latents.sym_size(3) - rotated_dim, rotated_dim), kv_b, v_dim, path);
+  if (kv_lens) check_new_lens(*kv_lens, latents.sym_size(0));
+  const Heads heads = heads_of(query, latents, rotated_dim, kv_b, v_dim, path, kv_lens);
+  return {heads.query, heads.key, heads.value};
+}
+
 LatentCacheArguments latent_cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
   return {cache->key, cache->lengths};
@@ -295,17 +332,14 @@ std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Ten
 
 std::tuple<Tensor, Tensor> latent_rotate(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                          const LatentAttendOptions& options) {
-  const NewTokens tokens = new_tokens(query, latent, k_rope);
-  const auto rope = k_rope.size(2) > 0 ? options.rope : std::nullopt;
-  return rotate_tokens(tokens, rope, {options.positions, options.cross, std::nullopt, options.kv_lens});
+  return rotate_latents(query, latent, k_rope, options.rope,
+                        {options.positions, options.cross, std::nullopt, options.kv_lens});
 }
 
 std::tuple<Tensor, Tensor, Tensor> latent_heads(const Tensor& query, const Tensor& latents, int64_t rotated_dim,
                                                 const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                 const std::string& path, const std::optional<Tensor>& kv_lens) {
-  const PlacedLatents tokens{
-      {query, latents, without_width(latents), std::nullopt, kv_lens}, latents.size(3) - rotated_dim, rotated_dim};
-  const Heads heads = make_heads(tokens, kv_b, v_dim, path == "auto" ? "expanded" : c10::string_view(path));
+  const Heads heads = heads_of(query, latents, rotated_dim, kv_b, v_dim, path, kv_lens);
   return {heads.query, heads.key, heads.value};
 }
 
@@ -329,6 +363,14 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
       "latent_expand(Tensor latents, Tensor kv, SymInt latent_dim, SymInt num_heads, SymInt v_dim) -> (Tensor, Tensor)",
       &attnpack::latent_expand_composite);
+  // The steps of latent_attend, for processes that share a sequence.
+  m.def("latent_rotate(Tensor(a) query, Tensor latent, Tensor k_rope, " ATTNPACK_ROPE_SCHEMA
+        ", Tensor? positions=None, Tensor? key_positions=None) -> (Tensor(a), Tensor)",
+        attnpack::from_schema<attnpack::latent_rotate_composite>);
+  m.def(
+      "latent_heads(Tensor(a) query, Tensor(b) latents, SymInt rotated_dim, Tensor? kv_b, SymInt v_dim, str path, "
+      "Tensor? kv_lens=None) -> (Tensor(a), Tensor(b), Tensor(b))",
+      attnpack::from_schema<attnpack::latent_heads_composite>);
 }
 
 namespace attnpack {

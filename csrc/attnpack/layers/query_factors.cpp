@@ -27,9 +27,10 @@ void check_query_scale_options(const std::optional<QueryScale>& scale) {
                  " and ", *growth, ", want a number of positions above 0 and a finite factor");
 }
 
-at::Tensor query_factors(const at::Tensor& counted, const std::optional<at::Tensor>& given, const QueryScale& scale) {
+at::Tensor query_factors(const at::Tensor& counted, const std::optional<at::Tensor>& given, const c10::SymInt& batch,
+                         const QueryScale& scale) {
   check_query_scale_options(scale);
-  if (given) check_positions(given, given->dim() == 2 ? given->sym_size(0) : 1, counted.sym_size(-1));
+  check_positions(given, batch, counted.sym_size(-1));
   // 1 + growth * log(1 + floor(p / size)); a position below 0, as some paddings have, counts as 0
   const auto grown = [](const at::Tensor& p, double size, double growth) {
     return p.to(at::kDouble).div(size).floor().clamp_min(0).log1p().mul(growth).add(1).to(at::kFloat);
@@ -41,11 +42,11 @@ at::Tensor query_factors(const at::Tensor& counted, const std::optional<at::Tens
 namespace {
 
 // For graphs that are traced from Python: the dict of the options as keywords.
-at::Tensor query_factors_of(const at::Tensor& counted, const std::optional<at::Tensor>& given, c10::string_view type,
-                            std::optional<double> floor_scale, std::optional<double> attn_scale,
+at::Tensor query_factors_of(const at::Tensor& counted, const std::optional<at::Tensor>& given, c10::SymInt batch,
+                            c10::string_view type, std::optional<double> floor_scale, std::optional<double> attn_scale,
                             std::optional<double> llama_4_scaling_beta,
                             std::optional<double> original_max_position_embeddings) {
-  return query_factors(counted, given,
+  return query_factors(counted, given, batch,
                        QueryScale()
                            .type(std::string(type))
                            .floor_scale(floor_scale)
@@ -59,8 +60,7 @@ at::Tensor query_factors_of(const at::Tensor& counted, const std::optional<at::T
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
-      "query_factors(Tensor counted, Tensor? given, str type, float? floor_scale=None, float? attn_scale=None, "
-      "float? "
-      "llama_4_scaling_beta=None, float? original_max_position_embeddings=None) -> Tensor",
+      "query_factors(Tensor counted, Tensor? given, SymInt batch, str type, float? floor_scale=None, float? "
+      "attn_scale=None, float? llama_4_scaling_beta=None, float? original_max_position_embeddings=None) -> Tensor",
       &attnpack::query_factors_of);
 }

@@ -28,6 +28,6 @@ void check_query_scale_options(const std::optional<QueryScale>& scale);
 // that are given, if there are some.
 at::Tensor query_factors(const at::Tensor& counted,               // int64 [L] or [B, L], after the tokens of the cache
                          const std::optional<at::Tensor>& given,  // int64 [L] or [B, L], for RoPE
-                         const QueryScale& scale);
+                         const c10::SymInt& batch, const QueryScale& scale);
 
 }  // namespace attnpack

@@ -39,11 +39,6 @@ void refuse_single_process_inputs(const SingleProcessArguments& given, const cha
                  ", which is not supported: use another scaling");
 }
 
-void refuse_chunk(const std::optional<int64_t>& chunk) {
-  ATTNPACK_CHECK(!chunk, "chunk: got ", *chunk,
-                 ", which is not supported over several processes; pieces do not begin where chunks do: use window");
-}
-
 void refuse_named_keys(const std::optional<at::Tensor>& key_index, int64_t key_block) {
   ATTNPACK_CHECK(!key_index, "key_index: got a tensor ", key_index->sizes(),
                  ", which is not supported over several processes; each rank would need its rows of it: name the keys "

@@ -53,8 +53,7 @@ struct SingleProcessArguments {
 };
 void refuse_single_process_inputs(const SingleProcessArguments& given, const char* place = kUnderContextParallel);
 
-// The rules by numbers of keys.
-void refuse_chunk(const std::optional<int64_t>& chunk);
+// Raises for keys by their numbers.
 void refuse_named_keys(const std::optional<at::Tensor>& key_index, int64_t key_block);
 
 // Raises unless positions, if given, are those of this process's `length` rows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .kv_cache import KVCache, check_lens
+from .kv_cache import KVCache, _native, check_lens
 
 
 class CrossCache(KVCache):
@@ -25,13 +25,12 @@ class CrossCache(KVCache):
     _kind = "CrossCache"
 
     def __init__(self) -> None:
-        self._tensors, self._numbers = [], []
-        self.reset()
+        self._tensors, self._numbers = _native("new_cache")(self._kind)
 
     @property
     def filled(self) -> bool:
         """Whether it holds a context."""
-        return len(self._tensors) > 1
+        return self._tensors[self._places["key"]] is not None
 
     def store(self, key: Tensor, value: Tensor, kv_lens: Tensor | None) -> None:
         """Stores copies of key [B, Hkv, Lc, D], before rotation, and value [B, Hkv, Lc, Dv]; kv_lens [B]: how many keys

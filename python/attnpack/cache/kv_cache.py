@@ -31,24 +31,38 @@ class KVCache:
 
     _kind: str
     """Class of the native cache."""
-    _tensors: list[Tensor]
-    """The tensors of the native cache. `lengths` is the first. Only the native cache knows the others: ask `_part`."""
+    _tensors: list[Tensor | None]
+    """The tensors of the native cache, in its order; None where it does not hold one yet."""
     _numbers: list[int]
-    """The numbers that the native cache keeps beside its tensors, in its order. Pickles hold them by name."""
+    """The numbers that the native cache keeps beside its tensors, in its order."""
+    _places: dict[str, int]
+    """Where the native cache has the tensor of each name."""
+
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if isinstance(kind := vars(cls).get("_kind"), str):
+            cls._places = {name: place for place, name in enumerate(_C.cpp.cache_tensor_names(kind))}
+
+    def _state_names(self) -> dict[str, list[str]]:
+        """The names of the tensors and the numbers of the state, by which pickles hold them."""
+        return {"_tensors": list(self._places), "_numbers": _C.cpp.cache_number_names(self._kind)}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        names = _C.cpp.cache_number_names(self._kind)
-        return state | {"_numbers": dict(zip(names, state["_numbers"], strict=True))}
+        names = self._state_names()
+        return self.__dict__ | {part: dict(zip(names[part], getattr(self, part), strict=True)) for part in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        given, names = state["_numbers"], _C.cpp.cache_number_names(self._kind)
-        if not isinstance(given, dict) or given.keys() != set(names):
-            raise ValueError(
-                f"attnpack: state: got the numbers {given} of a {self._kind}, want {', '.join(names) or 'none'}: it is "
-                "of another release of attnpack; fill a new cache"
-            )
-        self.__dict__ |= state | {"_numbers": [given[name] for name in names]}
+        lists = {}
+        for part, names in self._state_names().items():
+            given = state[part]
+            if not isinstance(given, dict) or given.keys() != set(names):
+                held = ", ".join(given) or "none" if isinstance(given, dict) else "a list"
+                raise ValueError(
+                    f"attnpack: state: got {held} as the {part[1:]} of a {self._kind}, want "
+                    f"{', '.join(names) or 'none'}: it is of another release of attnpack; fill a new cache"
+                )
+            lists[part] = [given[name] for name in names]
+        self.__dict__ |= state | lists
 
     def _call_rule(self, rule: str, *arguments: Any) -> Any:
         return _native("cache_" + rule)(self._kind, self._tensors, self._numbers, *arguments)
@@ -65,7 +79,7 @@ class KVCache:
     def _part(self, name: str) -> Any:
         """The part of the native cache with this name, a tensor or a number; None where it holds none yet."""
         tensors, numbers = self._call_rule("part", name)
-        return (*tensors, *numbers, None)[0]
+        return (*tensors, *numbers)[0]
 
     def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
         """Tensors with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of which new_lens [B] are valid;
@@ -99,20 +113,18 @@ class KVCache:
     @property
     def lengths(self) -> Tensor:
         """Number of positions held for each sequence, int64 [B]."""
-        return self._tensors[0]
+        return self._tensors[self._places["lengths"]]
 
     @property
     def k(self) -> Tensor | None:
         """Keys [B, Hkv, len, D], a view; None before the first append. If sequences differ in length, the content
         after the end of a shorter one is unspecified."""
-        views = self._call_rule("views")
-        return views[0] if views else None
+        return self._call_rule("views")[0]
 
     @property
     def v(self) -> Tensor | None:
         """Values [B, Hkv, len, Dv], as `k`."""
-        views = self._call_rule("views")
-        return views[1] if views else None
+        return self._call_rule("views")[1]
 
     def shared(
         self, x: Tensor, new_lens: Tensor | None, num_kv_heads: int, head_dim: int, v_head_dim: int
@@ -179,8 +191,7 @@ class DynamicCache(KVCache):
     _kind = "DynamicCache"
 
     def __init__(self) -> None:
-        self._tensors, self._numbers = [], []
-        self.reset()
+        self._tensors, self._numbers = _native("new_cache")(self._kind)
 
 
 class StaticCache(KVCache):
@@ -211,7 +222,7 @@ class StaticCache(KVCache):
         if device is None:
             device = torch.empty(0).device  # the default one, also while torch.compile traces
         sizes = batch, num_kv_heads, max_len, head_dim, v_head_dim
-        self._tensors, self._numbers = _native("static_cache")(*sizes, dtype, device), []
+        self._tensors, self._numbers = _native("static_cache")(*sizes, dtype, device)
 
     def commit(self, new_len: int, new_lens: Tensor | None) -> None:
         """The op has counted the positions already, in `lengths`."""

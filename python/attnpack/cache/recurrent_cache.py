@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .kv_cache import KVCache
+from .kv_cache import KVCache, _native
 
 
 class RecurrentCache(KVCache):
@@ -22,8 +22,7 @@ class RecurrentCache(KVCache):
     _kind = "RecurrentCache"
 
     def __init__(self) -> None:
-        self._tensors, self._numbers = [], []
-        self.reset()
+        self._tensors, self._numbers = _native("new_cache")(self._kind)
 
     @property
     def state(self) -> Tensor | None:
@@ -41,10 +40,8 @@ class RecurrentCache(KVCache):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(conv_state, state) for a call with `batch` sequences of states of these shapes, empty for a part that the
         layer does not have; None for a part that is not there yet. A ValueError if the cache holds other shapes."""
-        stored = self._call_rule("states", batch, list(conv_shape), list(state_shape))
-        if not stored:
-            return None, None
-        return stored[0] if conv_shape else None, stored[-1] if state_shape else None
+        conv_state, state = self._call_rule("states", batch, list(conv_shape), list(state_shape))
+        return conv_state, state
 
     def advance(
         self, conv_state: Tensor | None, state: Tensor | None, new_len: int, new_lens: Tensor | None = None

@@ -99,7 +99,7 @@ class ContextParallel(ShardedAttention):
         self._check(module, inputs)
         rows, keys = self._places(query, latent.size(1), inputs)
         query = scaled(module, query, inputs["positions"], None)
-        query, latents = rotate_latents(module, query, latent, k_rope, rows, keys)
+        query, latents = rotate_latents(module, query, latent, k_rope, rows, keys if inputs["cross"] else None)
         rules = {"causal": inputs["causal"], "scale": module.softmax_scale, "kv_lens": inputs["kv_lens"]}
         if self.method == "allgather":
             name = self.group.group_name
@@ -108,10 +108,10 @@ class ContextParallel(ShardedAttention):
                 key, value = (like.expand(-1, query.size(1), -1, width) for width in (query.size(-1), 1))
                 _C.distributed.agree_on_attention(query, key, value, name, self.method, self.layout, rules)
             whole = torch.ops.attnpack.unshard_sequence(latents, name, 2, self.layout, False)
-            heads = query, *expand(module, whole, query.size(1))
+            heads = latent_heads(module, query, whole, inputs["kv_lens"])
             out, _ = torch.ops.attnpack.context_attention_rows(*heads, name, self.layout, **rules)
         else:
-            heads = query, *expand(module, latents, query.size(1))
+            heads = latent_heads(module, query, latents)
             out = attention(*heads, group=self.group, method=self.method, layout=self.layout, **rules)
         return out.transpose(1, 2).flatten(2)
 
@@ -133,23 +133,20 @@ class ContextParallel(ShardedAttention):
 
 
 def rotate_latents(
-    module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, rows: Tensor, keys: Tensor
+    module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, places: Tensor, key_places: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rotated queries [B, H, L, N + R] and latents [B, 1, Lkv, C + R] of latent attention."""
-    width = module.qk_rope_head_dim
-    if module.rope is not None and width:
-        plain, rotating = query.split([query.size(-1) - width, width], -1)
-        query = torch.cat([plain, module.rope(rotating, rows)], -1)
-        k_rope = module.rope(k_rope.unsqueeze(1), keys)[:, 0]
-    return query, torch.cat([latent, k_rope], -1).unsqueeze(1)
+    """Rotated queries [B, H, L, N + R] and latents [B, 1, Lkv, C + R] of latent attention. key_places: of a context."""
+    rope = ops.flat_rope(None if module.rope is None else module.rope.settings)
+    return torch.ops.attnpack.latent_rotate(query, latent, k_rope, **rope, positions=places, key_positions=key_places)
 
 
-def expand(module: nn.Module, latents: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys [B, H, K, N + R] and values [B, H, K, V] of latents [B, 1, K, C + R]; of a folded module the latents."""
-    if module.folded:
-        return latents, latents[..., : module.kv_lora_rank]
-    weight = plain_weight(module.kv_b_proj)
-    if weight is None:
-        return module._expand(latents, num_heads)
-    kv = ops.linear(latents[:, 0, :, : module.kv_lora_rank], weight)
-    return torch.ops.attnpack.latent_expand(latents, kv, module.kv_lora_rank, num_heads, module.v_head_dim)
+def latent_heads(
+    module: nn.Module, query: Tensor, latents: Tensor, kv_lens: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [B, H, L, N + R], keys [B, H, K, N + R] and values [B, H, K, V] of rotated latents [B, 1, K, C + R]; of a
+    folded module the latents. What lies beyond kv_lens [B] takes no part in gradients."""
+    weight = None if module.folded else plain_weight(module.kv_b_proj)
+    if weight is None and not module.folded:
+        return query, *module._expand(latents, query.size(1))
+    sizes = module.qk_rope_head_dim, weight, module.v_head_dim
+    return torch.ops.attnpack.latent_heads(query, latents, *sizes, "expanded", kv_lens)

@@ -19,7 +19,7 @@ from ..nn.linear import plain_weight
 from ..nn.sharded_attention import ShardedAttention
 from .agreement import agree
 from .collectives import Group, as_group
-from .context_parallel import expand, refuse_inputs, rotate_latents, scaled, settings_of
+from .context_parallel import refuse_inputs, rotate_latents, scaled, settings_of
 from .generate import generate
 
 _KINDS = (DynamicCache, LatentCache, StaticCache)
@@ -52,11 +52,15 @@ class ShardedCache(KVCache, ShardedAttention):
         return self.inner._kind
 
     @property
-    def _tensors(self) -> list[Tensor]:
+    def _places(self) -> dict[str, int]:
+        return self.inner._places
+
+    @property
+    def _tensors(self) -> list[Tensor | None]:
         return self.inner._tensors
 
     @_tensors.setter
-    def _tensors(self, tensors: list[Tensor]) -> None:
+    def _tensors(self, tensors: list[Tensor | None]) -> None:
         self.inner._tensors = tensors
 
     @property
@@ -90,7 +94,7 @@ class ShardedCache(KVCache, ShardedAttention):
         DynamicCache().crop(n)  # raises where n is no number of positions
         if n == 0:
             return self.reset()
-        self.inner.crop(self._count_here(torch.tensor([n], device="cpu"), self.group.rank()).item())
+        self.inner.crop(int(self._held(torch.tensor([n], device="cpu"), self.group.rank())))
         self._total_lengths = self._total_lengths.clamp(max=n)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -104,12 +108,11 @@ class ShardedCache(KVCache, ShardedAttention):
         return other
 
     def _after_rollback(self) -> None:
-        self.inner.lengths.copy_(self._count_here(self._total_lengths, self.group.rank()))
+        self.inner.lengths.copy_(self._held(self._total_lengths, self.group.rank()))
 
-    def _count_here(self, lengths: Tensor, rank: int) -> Tensor:
+    def _held(self, lengths: Tensor, rank: int) -> Tensor:
         """How many of the first `lengths` positions a rank holds."""
-        ranks = self.group.size()
-        return (lengths - rank + ranks - 1).div(ranks, rounding_mode="floor").clamp(min=0)
+        return torch.ops.attnpack.held_positions(lengths, self.group.group_name, rank)
 
     @torch.no_grad()
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **inputs: Any) -> Tensor:
@@ -119,35 +122,27 @@ class ShardedCache(KVCache, ShardedAttention):
         query = scaled(module, query, places, past)
         settings = settings_of(module, query)
         with self.inner.rollback_on_error():
-            local, lens = self._local(past, new, key, value)
-            room = self.inner.reserve(*local, lens)
-            stored = self._append(room.key, room.value, room.lengths, local, lens)
-            out = self._joined(query, *stored, past, causal=inputs["causal"], **settings)
+            stored = self._append(key, value, past, new)
+            out = self._joined("attend_sharded_keys", query, stored, past, causal=inputs["causal"], **settings)
             self._total_lengths = past + new
         return out.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def attend_latents(self, module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, **inputs: Any) -> Tensor:
-        """One token reads the latents as they are; more expand those of this rank."""
         past, new = self._begin(module, inputs, query=query, latent=latent)
         places = self._places(past, query, inputs)
         query = scaled(module, query, places, past)
-        query, latents = rotate_latents(module, query, latent, k_rope, places, places)
-        width = module.kv_lora_rank
+        query, latents = rotate_latents(module, query, latent, k_rope, places)
+        rules = {"causal": inputs["causal"], "scale": module.softmax_scale}
         with self.inner.rollback_on_error():
-            local, lens = self._local(past, new, latents, latents[..., :0])
-            keys, lengths = self.inner.reserve_latents(local[0], width)
-            stored, _ = self._append(keys, keys[..., :0], lengths, local, lens)
-            settings = {"causal": inputs["causal"], "scale": module.softmax_scale}
+            stored, _ = self._append(latents, latents[..., :0], past, new, module.kv_lora_rank)
             weight = None if module.folded else plain_weight(module.kv_b_proj)
-            if weight is not None and query.size(2) == 1:
-                by_head = weight.view(query.size(1), -1, width)  # [H, N + V, C]
-                up_keys, up_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
-                plain, rotating = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-                query = torch.cat([plain @ up_keys, rotating], -1)
-                out = self._joined(query, stored, stored[..., :width], past, **settings) @ up_values.transpose(1, 2)
+            if module.folded or weight is not None:
+                given = stored, module.qk_rope_head_dim, weight, module.v_head_dim
+                out = self._joined("attend_sharded_latents", query, given, past, **rules)
             else:
-                out = self._joined(query, *expand(module, stored, query.size(1)), past, **settings)
+                heads = module._expand(stored, query.size(1))
+                out = self._joined("attend_sharded_keys", query, heads, past, **rules)
             self._total_lengths = past + new
         return out.transpose(1, 2).flatten(2)
 
@@ -179,7 +174,7 @@ class ShardedCache(KVCache, ShardedAttention):
         """Raises, on every rank, if the first one, which holds the most, has no room for its share of the positions."""
         if not isinstance(self.inner, StaticCache) or not lengths.is_cpu or not lengths.numel():
             return
-        whole, most = int(lengths.max()), int(self._count_here(lengths, 0).max())
+        whole, most = int(lengths.max()), int(self._held(lengths, 0).max())
         if most > self.inner.max_len:
             raise ValueError(
                 f"attnpack: cache: got {whole} positions over {self.group.size()} ranks, want at most "
@@ -193,27 +188,17 @@ class ShardedCache(KVCache, ShardedAttention):
             return inputs["positions"]
         return past.unsqueeze(1) + torch.arange(query.size(2), device=query.device)
 
-    def _local(self, past: Tensor, new: Tensor, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The new tokens of [B, H, L, D] that this rank holds, and how many of each sequence are valid."""
-        ranks, rank, length = self.group.size(), self.group.rank(), tensors[0].size(2)
-        first = (rank - past) % ranks
-        lens = self._count_here(past + new, rank) - self._count_here(past, rank)
-        steps = torch.arange(-(-length // ranks), device=past.device) * ranks
-        index = (first.unsqueeze(1) + steps).clamp(max=max(length - 1, 0))  # [B, M]
-        index = index[:, None, :, None]
-        return [x.gather(2, index.expand(-1, x.size(1), -1, x.size(3))) for x in tensors], lens
-
     def _append(
-        self, key: Tensor, value: Tensor, lengths: Tensor, local: Sequence[Tensor], lens: Tensor
+        self, key: Tensor, value: Tensor, past: Tensor, new: Tensor, kv_lora_rank: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Writes the own tokens; the keys and values [B, Hkv, K, D] that this rank then holds."""
-        torch.ops.attnpack.kv_cache_append_(key, value, lengths, *local, lens, None)
-        self.inner.commit(local[0].size(2), lens)
-        longest = int(self.inner.lengths.max()) if lens.numel() else 0
-        return key[:, :, :longest], value[:, :, :longest]
+        """Writes this rank's share of the new tokens; the keys and values [B, Hkv, K, D] that it then holds."""
+        state, name = (self._kind, self._tensors, self._numbers), self.group.group_name
+        changed = torch.ops.attnpack.append_share(*state, key, value, past, new, kv_lora_rank, name)
+        self._tensors, self._numbers, *stored = changed
+        return tuple(stored)
 
-    def _joined(self, query: Tensor, key: Tensor, value: Tensor, past: Tensor, **settings: Any) -> Tensor:
+    def _joined(self, op: str, query: Tensor, stored: tuple, past: Tensor, **settings: Any) -> Tensor:
         """out [B, Hq, L, Dv] over the keys of all ranks."""
         _, flat = ops.flat_rules(query, settings)
         name = self.group.group_name
-        return torch.ops.attnpack.attend_sharded_keys(query, key, value, past, name, self.inner.lengths, **flat)
+        return getattr(torch.ops.attnpack, op)(query, *stored, past, name, self.inner.lengths, **flat)

@@ -154,7 +154,12 @@ class SharedUnit(Unit):
 
 
 class EmbeddingUnit(Unit):
-    """A table whose rows the ranks share: each rank looks up the tokens that it has."""
+    """A table whose rows the ranks share: each rank looks up the tokens that it has.
+
+    In C++ this is one function (SharedTable in distributed/detail/layer_shares.cpp). Here the look-up is nn.Embedding's
+    own forward, with the hooks of others, in the rows that DTensor has dealt out, which torch cuts otherwise; so the
+    steps before and after it are hooks.
+    """
 
     def __init__(self, module: nn.Embedding, parameters: dict[str, Share], group: dist.ProcessGroup) -> None:
         self.size = module.num_embeddings

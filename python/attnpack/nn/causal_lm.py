@@ -14,15 +14,14 @@ from .. import cpp
 from ..cache import ModelCache, check_kind
 from ..errors import MODEL_CACHE, check_ids, reject_keywords
 from ..ops import nested, sinusoidal_positions
-from .attention import GroupedQueryAttention, MultiHeadLatentAttention
 from .block import DecoderBlock
 from .cached_twin import generate_by_twin
-from .feed_forward import FeedForward, MixtureOfExperts
 from .linear import linear, project
 from .native import NativeModule, maker_of
-from .rope import RotaryEmbedding
 from .sharded_attention import ShardedAttention, check_lengths, refuse_context_parallel
 from .stack import Decoder
+
+_BLOCK_PARTS = ("tail", "self_attn", "mlp")  # in the order in which they draw their numbers
 
 
 class CausalLM(NativeModule):
@@ -142,7 +141,7 @@ class CausalLM(NativeModule):
             fixed.weight.copy_(sinusoidal_positions(max_positions, embed_dim))
         parts = dict(twin.named_modules().items())
         blocks = [
-            self._block(settings, parts[f"model.layers.{i}.self_attn"], parts.get(f"model.layers.{i}.tail"), **factory)
+            self._block(settings, {name: parts.get(f"model.layers.{i}.{name}") for name in _BLOCK_PARTS}, **factory)
             for i, settings in enumerate(twin.resolved_layers())
         ]
         if "model.layer_inputs" in parts:
@@ -152,57 +151,13 @@ class CausalLM(NativeModule):
         self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
-    def _block(self, settings: dict[str, Any], attention: Any, tail: Any, **factory: Any) -> DecoderBlock:
-        """The block of a layer with these settings, in which nothing is left to the model's, and with the twins of its
-        attention and of its tail, if it has one."""
+    def _block(self, settings: dict[str, Any], twins: dict[str, Any], **factory: Any) -> DecoderBlock:
+        """The block of a layer with these settings, in which nothing is left to the model's; its parts are like their
+        twins."""
         shared = {name: getattr(self, name) for name in ("norm", "eps", "dropout", "residual_scale")}
         shared |= {"layout": settings["layout"], "kv_from": settings["kv_from"]}
-        if tail is not None:
-            shared["tail"] = maker_of(tail)(**factory)
-        mixer = maker_of(attention)(**factory) if settings["recurrent"] else self._attention(settings, **factory)
-        return DecoderBlock(mixer, self._feed_forward(settings, **factory), **shared)
-
-    def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
-        rope = self._rope(settings)
-        shared = {"bias": self.bias, "rope": rope, "causal": True, "dropout": self.attention_dropout, **factory}
-        if self.latent is not None:
-            return MultiHeadLatentAttention(self.embed_dim, self.num_heads, **self.latent, **shared)
-        scores = {name: value for name, value in (self.scores or {}).items() if name != "rope_dim"}
-        if not settings["query_scale"]:
-            scores.pop("query_scale", None)
-        heads = {
-            "head_dim": settings["head_dim"],
-            "out_bias": self.out_bias,
-            "qk_norm": self.qk_norm if settings["qk_norm"] else False,
-            "keys_as_values": settings["keys_as_values"],
-            "own_keys": settings["kv_from"] is None,
-            "chunk": settings["chunk"],
-        }
-        window = settings["window"] and tuple(settings["window"])
-        return GroupedQueryAttention(
-            self.embed_dim, self.num_heads, settings["num_kv_heads"], window=window, **heads, **scores, **shared
-        )
-
-    def _rope(self, settings: dict[str, Any]) -> RotaryEmbedding | None:
-        if self.latent is not None:
-            rotated = self.latent["qk_rope_head_dim"]
-        else:
-            rotated = (self.scores or {}).get("rope_dim") or settings["head_dim"]
-        if not (rotated and settings["rope"]):
-            return None
-        return RotaryEmbedding(
-            rotated,
-            base=settings["rope_base"],
-            max_positions=self.max_positions,
-            scaling=settings["rope_scaling"],
-            interleaved=self.rope_interleaved,
-        )
-
-    def _feed_forward(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
-        if settings["experts"]:
-            return MixtureOfExperts(self.embed_dim, **self.experts, **factory)
-        shared = {"activation": self.activation, "bias": self.mlp_bias}
-        return FeedForward(self.embed_dim, settings["hidden_dim"], **shared, **factory)
+        made = {name: maker_of(twin)(**factory) for name, twin in twins.items() if twin is not None}
+        return DecoderBlock(made["self_attn"], made["mlp"], tail=made.get("tail"), **shared)
 
     @classmethod
     def from_gguf(

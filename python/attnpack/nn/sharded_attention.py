@@ -111,12 +111,6 @@ def refuse_named_keys(key_index: Tensor | None, key_block: int = 1) -> None:
         checks.named_keys_over_ranks(key_index, key_block)
 
 
-def refuse_chunk(chunk: int | None) -> None:
-    """Raises for chunks of a sequence that several processes hold."""
-    if chunk is not None:
-        checks.chunk_over_ranks(chunk)
-
-
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
     """`errors.check_lengths`, unless x is a part of a sequence: lengths are then those of whole sequences, and the
     operator checks them."""

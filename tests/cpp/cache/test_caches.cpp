@@ -44,4 +44,22 @@ TEST_CASE("a layer that fails takes the layers before it back") {
   REQUIRE(at::allclose(model->forward(next, CausalLMInputs().cache(cache)).select(1, 0), whole, 1e-4, 1e-5));
 }
 
+TEST_CASE("a state names its tensors, and a refused one changes nothing") {
+  DynamicCache cache, other;
+  cache.reserve(torch::ones({1, 2, 3, 4}), torch::ones({1, 2, 3, 4}));
+  cache.commit(3, std::nullopt);
+  const auto state = cache.state();
+  REQUIRE(cache.tensor_names() == std::vector<std::string>{"lengths", "key", "value"});
+  REQUIRE(state.tensors[0]->is_same(cache.lengths()));
+  REQUIRE(state.tensors[1]->is_same(cache.tensors().key));
+  REQUIRE_FALSE(other.state().tensors[1]);
+  other.restore(state);
+  REQUIRE((other.len() == 3 && other.tensors().value.is_same(cache.tensors().value)));
+  auto wrong = state;
+  wrong.tensors[2] = std::nullopt;
+  wrong.numbers[0] = 1;
+  REQUIRE(complains("tensors: got only one of key and value", [&] { other.restore(wrong); }));
+  REQUIRE((other.len() == 3 && other.tensors().value.is_same(cache.tensors().value)));
+}
+
 }  // namespace attnpack

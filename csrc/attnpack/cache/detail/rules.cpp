@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <array>
 #include <type_traits>
 
 #include <attnpack/cache/cross_cache.h>
@@ -22,6 +21,10 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
+
+std::optional<Tensor> given(const Tensor& tensor) {
+  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
+}
 
 Changed state_of(const KVCache& cache) {
   auto state = cache.state();
@@ -81,37 +84,39 @@ void show_parts(const KVCache& cache, const Show& show) {
   }
 }
 
-// An empty cache of the class. settings: the first numbers of its state, for a class with settings.
-std::shared_ptr<KVCache> empty_cache(std::string_view kind, at::IntArrayRef settings) {
-  if (kind == "DynamicCache") return std::make_shared<DynamicCache>();
-  if (kind == "LatentCache") return std::make_shared<LatentCache>();
-  if (kind == "SparseCache") return std::make_shared<SparseCache>();
-  if (kind == "RecurrentCache") return std::make_shared<RecurrentCache>();
-  if (kind == "CrossCache") return std::make_shared<CrossCache>();
-  if (kind == "StaticCache") return std::make_shared<StaticCache>(CacheTensors());
-  if (kind == "SlidingWindowCache")
-    return std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(settings[0]).keep_first(settings[1]));
-  if (kind == "QuantizedCache")
-    return std::make_shared<QuantizedCache>(
-        QuantizedCacheOptions(settings[0]).exact_first(settings[1]).exact_last(settings[2]));
-  ATTNPACK_CHECK(false, "kind: got ", kind, ", want a class of caches");
+struct Kind {
+  std::string_view name;
+  std::shared_ptr<KVCache> (*unfilled)();
+  std::shared_ptr<KVCache> (*empty)();  // null for a class that has settings
+};
+
+template <typename Cache>
+constexpr Kind kind_of(std::string_view name) {
+  Kind kind{name, []() -> std::shared_ptr<KVCache> { return std::make_shared<Cache>(Unfilled()); }, nullptr};
+  if constexpr (std::is_default_constructible_v<Cache>)
+    kind.empty = []() -> std::shared_ptr<KVCache> { return std::make_shared<Cache>(); };
+  return kind;
+}
+
+constexpr Kind kKinds[] = {
+    kind_of<DynamicCache>("DynamicCache"),     kind_of<StaticCache>("StaticCache"),
+    kind_of<LatentCache>("LatentCache"),       kind_of<SlidingWindowCache>("SlidingWindowCache"),
+    kind_of<SparseCache>("SparseCache"),       kind_of<QuantizedCache>("QuantizedCache"),
+    kind_of<RecurrentCache>("RecurrentCache"), kind_of<PagedCache>("PagedCache"),
+    kind_of<CrossCache>("CrossCache"),
+};
+
+const Kind& find_kind(std::string_view name) {
+  for (const Kind& kind : kKinds)
+    if (kind.name == name) return kind;
+  ATTNPACK_CHECK(false, "kind: got ", name, ", want a class of caches");
 }
 
 }  // namespace
 
 std::shared_ptr<KVCache> CacheSnapshot::make() const {
-  if (kind == "PagedCache") return std::make_shared<PagedCache>(CacheState{tensors.vec(), numbers.vec()});
-  std::array<int64_t, 3> settings{};
-  const size_t count = kind == "SlidingWindowCache" ? 2 : kind == "QuantizedCache" ? 3 : 0;
-  ATTNPACK_CHECK(numbers.size() >= count, "numbers: got ", numbers.size(), ", want ", count, " or more for a ", kind);
-  // The others may be symbols while a graph is traced.
-  for (size_t i = 0; i < count; ++i) settings[i] = numbers[i].guard_int(__FILE__, __LINE__);
-  const auto cache = empty_cache(kind, settings);
-  const bool index_first = (kind == "SparseCache" || kind == "LatentCache") && tensors.size() == 2;
-  ATTNPACK_CHECK(
-      tensors.size() >= 3 || kind == "RecurrentCache" || (kind != "StaticCache" && tensors.size() < 2) || index_first,
-      "tensors: got ", tensors.size(), ", want lengths, key and value, or only lengths for a cache that grows");
-  if (!tensors.empty()) cache->restore({tensors.vec(), numbers.vec()});
+  const auto cache = find_kind(kind).unfilled();
+  cache->restore({tensors.vec(), numbers.vec()});
   return cache;
 }
 
@@ -179,13 +184,10 @@ void cache_check_call(const CacheSnapshot& snapshot, const Tensor& x, const std:
   made_as<CrossCache>(snapshot, "CrossCache")->check_call(x, context);
 }
 
-Tensors cache_states(const CacheSnapshot& snapshot, SymInt batch, at::IntArrayRef conv_shape,
-                     at::IntArrayRef state_shape) {
+OptionalTensors cache_states(const CacheSnapshot& snapshot, SymInt batch, at::IntArrayRef conv_shape,
+                             at::IntArrayRef state_shape) {
   const auto states = made_as<RecurrentCache>(snapshot, "RecurrentCache")->states(batch, conv_shape, state_shape);
-  Tensors result;
-  for (const auto* part : {&states.conv, &states.state})
-    if (part->defined()) result.push_back(*part);
-  return result;
+  return {given(states.conv), given(states.state)};
 }
 
 Changed cache_advance(const CacheSnapshot& snapshot, const std::optional<Tensor>& conv_state,
@@ -219,9 +221,12 @@ Numbers cache_nbytes(const CacheSnapshot& snapshot) { return {snapshot.make()->s
 
 Numbers cache_nbytes_allocated(const CacheSnapshot& snapshot) { return {snapshot.make()->sym_nbytes_allocated()}; }
 
+std::vector<std::string> cache_tensor_names(std::string_view kind) {
+  return find_kind(kind).unfilled()->tensor_names();
+}
+
 std::vector<std::string> cache_number_names(std::string_view kind) {
-  if (kind == "PagedCache") return {};
-  return empty_cache(kind, {8, 0, 0})->number_names();
+  return find_kind(kind).unfilled()->number_names();
 }
 
 std::vector<std::string> room_names() {
@@ -241,7 +246,7 @@ Changed cache_part(const CacheSnapshot& snapshot, std::string_view name) {
     known = true;
     const auto value = read();
     if constexpr (std::is_same_v<decltype(value), const Tensor>) {
-      if (value.defined()) std::get<Tensors>(part).push_back(value);
+      std::get<OptionalTensors>(part).push_back(given(value));
     } else {
       std::get<Numbers>(part).emplace_back(value);
     }
@@ -250,16 +255,21 @@ Changed cache_part(const CacheSnapshot& snapshot, std::string_view name) {
   return part;
 }
 
-Tensors cache_views(const CacheSnapshot& snapshot) {
+OptionalTensors cache_views(const CacheSnapshot& snapshot) {
   const auto cache = snapshot.make();
-  const auto key = cache->k();
-  return key.defined() ? Tensors{key, cache->v()} : Tensors{};
+  return {given(cache->k()), given(cache->v())};
 }
 
 Tensors cache_shared(const CacheSnapshot& snapshot, const Tensor& x, const std::optional<Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim) {
   const auto shared = shared_keys(*snapshot.make(), x, new_lens, num_kv_heads, head_dim, v_head_dim);
   return {shared.key, shared.value, shared.lengths};
+}
+
+Changed new_cache(std::string_view kind) {
+  const auto make = find_kind(kind).empty;
+  ATTNPACK_CHECK(make, "kind: got ", kind, ", which has settings, want a class of caches without");
+  return state_of(*make());
 }
 
 Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first) {
@@ -290,20 +300,18 @@ Changed paged_cache(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64
                                  .tensor(tensor_options(dtype, device))));
 }
 
-Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+Changed static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
                      std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
                      std::optional<at::Device> device) {
-  return StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)
-                         .v_head_dim(v_head_dim)
-                         .tensor(tensor_options(dtype, device)))
-      .state()
-      .tensors;
+  return state_of(StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)
+                                  .v_head_dim(v_head_dim)
+                                  .tensor(tensor_options(dtype, device))));
 }
 
 }  // namespace attnpack
 
-#define ATTNPACK_STATE "(str kind, Tensor(a!)[] tensors, SymInt[] numbers"
-#define ATTNPACK_CHANGED ") -> (Tensor(a!)[], SymInt[]"
+#define ATTNPACK_STATE "(str kind, Tensor(a!)?[] tensors, SymInt[] numbers"
+#define ATTNPACK_CHANGED ") -> (Tensor(a!)?[], SymInt[]"
 #define ATTNPACK_ROOM ATTNPACK_CHANGED ", Tensor(a!)?[], SymInt[])"
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
@@ -322,12 +330,12 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_reorder" ATTNPACK_STATE ", Tensor index" ATTNPACK_CHANGED ")", from_schema<cache_reorder>);
   m.def("cache_store" ATTNPACK_STATE ", Tensor key, Tensor value, Tensor? kv_lens" ATTNPACK_CHANGED ")",
         from_schema<cache_store>);
-  m.def("cache_check_call(str kind, Tensor[] tensors, SymInt[] numbers, Tensor x, Tensor? context) -> ()",
+  m.def("cache_check_call(str kind, Tensor?[] tensors, SymInt[] numbers, Tensor x, Tensor? context) -> ()",
         from_schema<cache_check_call>);
   m.def(
-      "cache_states(str kind, Tensor(a)[] tensors, SymInt[] numbers, SymInt batch, int[] conv_shape, int[] "
+      "cache_states(str kind, Tensor(a)?[] tensors, SymInt[] numbers, SymInt batch, int[] conv_shape, int[] "
       "state_shape) "
-      "-> Tensor(a)[]",
+      "-> Tensor(a)?[]",
       from_schema<cache_states>);
   m.def("cache_advance" ATTNPACK_STATE
         ", Tensor? conv_state, Tensor? state, SymInt new_len, Tensor? new_lens" ATTNPACK_CHANGED ")",
@@ -335,26 +343,29 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_fork" ATTNPACK_STATE ", Tensor index" ATTNPACK_CHANGED ")", from_schema<cache_fork>);
   m.def("cache_release" ATTNPACK_STATE ", Tensor rows" ATTNPACK_CHANGED ")", from_schema<cache_release>);
   m.def("cache_give_back" ATTNPACK_STATE ATTNPACK_CHANGED ")", from_schema<cache_give_back>);
-  m.def("cache_clone(str kind, Tensor[] tensors, SymInt[] numbers) -> (Tensor[], SymInt[])", from_schema<cache_clone>);
-  m.def("cache_len(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_len>);
-  m.def("cache_nbytes(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_nbytes>);
-  m.def("cache_nbytes_allocated(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]",
+  m.def("cache_clone(str kind, Tensor?[] tensors, SymInt[] numbers) -> (Tensor?[], SymInt[])",
+        from_schema<cache_clone>);
+  m.def("cache_len(str kind, Tensor?[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_len>);
+  m.def("cache_nbytes(str kind, Tensor?[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_nbytes>);
+  m.def("cache_nbytes_allocated(str kind, Tensor?[] tensors, SymInt[] numbers) -> SymInt[]",
         from_schema<cache_nbytes_allocated>);
-  m.def("cache_part(str kind, Tensor(a)[] tensors, SymInt[] numbers, str name) -> (Tensor(a)[], SymInt[])",
+  m.def("cache_part(str kind, Tensor(a)?[] tensors, SymInt[] numbers, str name) -> (Tensor(a)?[], SymInt[])",
         from_schema<cache_part>);
-  m.def("cache_views(str kind, Tensor(a)[] tensors, SymInt[] numbers) -> Tensor(a)[]", from_schema<cache_views>);
+  m.def("cache_views(str kind, Tensor(a)?[] tensors, SymInt[] numbers) -> Tensor(a)?[]", from_schema<cache_views>);
   m.def(
-      "cache_shared(str kind, Tensor(a)[] tensors, SymInt[] numbers, Tensor x, Tensor? new_lens, int num_kv_heads, int "
+      "cache_shared(str kind, Tensor(a)?[] tensors, SymInt[] numbers, Tensor x, Tensor? new_lens, int num_kv_heads, "
+      "int "
       "head_dim, int v_head_dim) -> Tensor(a)[]",
       from_schema<cache_shared>);
-  m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor[], SymInt[])", sliding_window_cache);
-  m.def("quantized_cache(int bits, int exact_first, int exact_last) -> (Tensor[], SymInt[])", quantized_cache);
+  m.def("new_cache(str kind) -> (Tensor?[], SymInt[])", new_cache);
+  m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor?[], SymInt[])", sliding_window_cache);
+  m.def("quantized_cache(int bits, int exact_first, int exact_last) -> (Tensor?[], SymInt[])", quantized_cache);
   m.def(
       "paged_cache(int batch, int num_kv_heads, int head_dim, int page_size, int num_pages, int? v_head_dim, "
-      "ScalarType? dtype, Device? device) -> (Tensor[], SymInt[])",
+      "ScalarType? dtype, Device? device) -> (Tensor?[], SymInt[])",
       paged_cache);
   m.def(
       "static_cache(int batch, int num_kv_heads, int max_len, int head_dim, int? v_head_dim, ScalarType? dtype, "
-      "Device? device) -> Tensor[]",
+      "Device? device) -> (Tensor?[], SymInt[])",
       static_cache);
 }

@@ -17,7 +17,7 @@ namespace attnpack {
 // A cache as the arguments of an op: the name of its class, and the members of its CacheState.
 struct CacheSnapshot {
   std::string_view kind;
-  at::TensorList tensors;  // none: a new DynamicCache or LatentCache
+  at::ArrayRef<std::optional<at::Tensor>> tensors;
   c10::SymIntArrayRef numbers;
 
   auto members() const { return std::tie(kind, tensors, numbers); }
@@ -26,14 +26,14 @@ struct CacheSnapshot {
 
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<c10::SymInt>;
-using OptionalTensors = std::vector<std::optional<at::Tensor>>;
-using Changed = std::tuple<Tensors, Numbers>;  // the new state
+using Changed = std::tuple<OptionalTensors, Numbers>;  // the new state
 // The new state, and the CacheTensors of the room: its tensors, and then its numbers, because an op gives lists of one
 // type.
-using Room = std::tuple<Tensors, Numbers, OptionalTensors, Numbers>;
+using Room = std::tuple<OptionalTensors, Numbers, OptionalTensors, Numbers>;
 // The names of these tensors and numbers, in this order.
 std::vector<std::string> room_names();
-// The names of the numbers of a cache's state.
+// The names of the tensors and of the numbers of a cache's state.
+std::vector<std::string> cache_tensor_names(std::string_view kind);
 std::vector<std::string> cache_number_names(std::string_view kind);
 
 Room cache_reserve(const CacheSnapshot& snapshot, const at::Tensor& key, const at::Tensor& value,
@@ -54,10 +54,10 @@ void cache_check_call(const CacheSnapshot& snapshot, const at::Tensor& x, const 
 Numbers cache_len(const CacheSnapshot& snapshot);
 Numbers cache_nbytes(const CacheSnapshot& snapshot);
 Numbers cache_nbytes_allocated(const CacheSnapshot& snapshot);
-// The tensor or the number of that name which a kind of cache has; empty lists if the cache holds none yet.
+// The tensor or the number of that name which a kind of cache has.
 Changed cache_part(const CacheSnapshot& snapshot, std::string_view name);
-// k and v; nothing before the first append of a cache that grows.
-Tensors cache_views(const CacheSnapshot& snapshot);
+// k and v; none before the first append of a cache that grows.
+OptionalTensors cache_views(const CacheSnapshot& snapshot);
 // Key, value and lengths (shared_keys).
 Tensors cache_shared(const CacheSnapshot& snapshot, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim);
@@ -67,9 +67,9 @@ Room cache_reserve_index(const CacheSnapshot& snapshot, const at::Tensor& key);
 // For a SparseCache.
 Changed cache_keep_sums(const CacheSnapshot& snapshot, int64_t block, c10::SymInt new_len);
 
-// For a RecurrentCache. The states for a call: those that it holds, or an empty list.
-Tensors cache_states(const CacheSnapshot& snapshot, c10::SymInt batch, at::IntArrayRef conv_shape,
-                     at::IntArrayRef state_shape);
+// For a RecurrentCache. The convolution's state and the state matrix for a call, where it holds them.
+OptionalTensors cache_states(const CacheSnapshot& snapshot, c10::SymInt batch, at::IntArrayRef conv_shape,
+                             at::IntArrayRef state_shape);
 Changed cache_advance(const CacheSnapshot& snapshot, const std::optional<at::Tensor>& conv_state,
                       const std::optional<at::Tensor>& state, c10::SymInt new_len,
                       const std::optional<at::Tensor>& new_lens);
@@ -79,6 +79,9 @@ Changed cache_fork(const CacheSnapshot& snapshot, const at::Tensor& index);
 Changed cache_release(const CacheSnapshot& snapshot, const at::Tensor& rows);
 // The end of take_back: gives back the pages after the positions that the cache holds.
 Changed cache_give_back(const CacheSnapshot& snapshot);
+
+// The state of an empty cache, of a class that has no settings.
+Changed new_cache(std::string_view kind);
 
 // The state of an empty SlidingWindowCache.
 Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first);
@@ -90,8 +93,8 @@ Changed paged_cache(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64
                     std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
                     std::optional<at::Device> device);
 
-// The tensors of an empty StaticCache.
-Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+// The state of an empty StaticCache.
+Changed static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
                      std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
                      std::optional<at::Device> device);
 

@@ -1,3 +1,4 @@
+#include <attnpack/cache/detail/rules.h>
 #include <attnpack/distributed/collectives.h>
 #include <attnpack/distributed/detail/gather_sequence.h>
 #include <attnpack/distributed/detail/group_names.h>
@@ -45,6 +46,27 @@ Tensor attend_sharded_keys_op(const Tensor& query, const Tensor& key, const Tens
   return attend_sharded_keys(query, key, value, past, kv_lens, options_of(rules, std::nullopt), group_of(group));
 }
 
+Tensor attend_sharded_latents_op(const Tensor& query, const Tensor& latents, int64_t rotated_dim,
+                                 const std::optional<Tensor>& kv_b, int64_t v_dim, const Tensor& past,
+                                 string_view group, const std::optional<Tensor>& kv_lens, const ScoreRules& rules) {
+  return attend_sharded_latents(query, latents, rotated_dim, kv_b, v_dim, past, kv_lens,
+                                options_of(rules, std::nullopt), group_of(group));
+}
+
+std::tuple<OptionalTensors, Numbers, Tensor, Tensor> append_share_op(const CacheSnapshot& snapshot, const Tensor& key,
+                                                                     const Tensor& value, const Tensor& past,
+                                                                     const Tensor& new_lens, int64_t kv_lora_rank,
+                                                                     string_view group) {
+  const auto cache = snapshot.make();
+  const auto [keys, values] = append_share(*cache, key, value, past, new_lens, kv_lora_rank, group_of(group));
+  const auto state = cache->state();
+  return {state.tensors, state.numbers, keys, values};
+}
+
+Tensor held_positions_op(const Tensor& lengths, string_view group, int64_t rank) {
+  return held_positions(lengths, rank, group_of(group)->getSize());
+}
+
 Tensor shard_sequence_op(const Tensor& x, string_view group, int64_t dim, string_view layout) {
   return shard_sequence(x, group_of(group), dim, layout_of(layout));
 }
@@ -86,6 +108,15 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       "attend_sharded_keys(Tensor query, Tensor key, Tensor value, Tensor past, str group_name, "
       "Tensor? kv_lens=None" ATTNPACK_RULES_SCHEMA ") -> Tensor",
       attnpack::from_schema<attend_sharded_keys_op>);
+  m.def(
+      "attend_sharded_latents(Tensor query, Tensor latents, int rotated_dim, Tensor? kv_b, int v_dim, Tensor past, "
+      "str group_name, Tensor? kv_lens=None" ATTNPACK_RULES_SCHEMA ") -> Tensor",
+      attnpack::from_schema<attend_sharded_latents_op>);
+  m.def(
+      "append_share(str kind, Tensor(a!)?[] tensors, SymInt[] numbers, Tensor key, Tensor value, Tensor past, "
+      "Tensor new_lens, int kv_lora_rank, str group_name) -> (Tensor(a!)?[], SymInt[], Tensor(a), Tensor(a))",
+      attnpack::from_schema<append_share_op>);
+  m.def("held_positions(Tensor lengths, str group_name, int rank) -> Tensor", held_positions_op);
   m.def("shard_sequence(Tensor x, str group_name, int dim, str layout) -> Tensor", shard_sequence_op);
   // The positions of this rank's rows [length, ...] in the whole sequence.
   m.def("sequence_positions(Tensor rows, str group_name, str layout) -> Tensor", sequence_positions_op);

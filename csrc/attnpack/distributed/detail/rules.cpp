@@ -3,27 +3,17 @@
 #include <attnpack/core/check.h>
 #include <attnpack/layers/sharded_attention.h>
 
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+
 namespace attnpack::distributed {
 
-void refuse_unshared(const AttentionOptions& o) {
-  ATTNPACK_CHECK(
-      !o.mask(), "mask: got a tensor ", o.mask()->sizes(),
-      ", which is not supported over several processes; each rank would need its rows of it: use causal, window "
-      "or kv_lens");
-  ATTNPACK_CHECK(
-      o.dropout_p() == 0, "dropout_p: got ", o.dropout_p(),
-      ", which is not supported over several processes; each rank would draw other numbers than one process: "
-      "train without it");
-  refuse_named_keys(o.key_index(), o.key_block());
-  refuse_chunk(o.chunk());
-  const auto* offset = std::get_if<int64_t>(&o.q_offset());
-  ATTNPACK_CHECK(
-      offset && *offset == 0,
-      "q_offset: got one, which is not supported over several processes; rows have the positions that the layout "
-      "gives them: leave it out");
-}
-
 namespace {
+
+// The rules that pieces of a sequence follow. Another one is refused.
+constexpr std::string_view kSharedRules[] = {"causal",       "window",   "softcap", "sinks",
+                                             "alibi_slopes", "head_map", "scale",   "query_scale"};
 
 // A rule as the ranks compare it: a number, or the shape and dtype of a tensor.
 template <class T>
@@ -38,6 +28,12 @@ std::string text(const std::optional<T>& number) {
 std::string text(const std::optional<at::Tensor>& tensor) { return shown(tensor); }
 std::string text(const HeadMap& map) { return map ? c10::Join(" ", *map) : "none"; }
 
+std::vector<std::pair<std::string, std::string>> texts_of(const ScoreRules& rules) {
+  std::vector<std::pair<std::string, std::string>> texts;
+  ScoreRules::for_each_rule(rules, [&](const char* name, const auto& rule) { texts.emplace_back(name, text(rule)); });
+  return texts;
+}
+
 // Lengths on the CPU as the ranks compare them: the numbers too.
 std::string numbers(const std::optional<at::Tensor>& lens) {
   if (!lens || !lens->is_cpu()) return text(lens);
@@ -47,10 +43,28 @@ std::string numbers(const std::optional<at::Tensor>& lens) {
 
 }  // namespace
 
+void refuse_unshared(const AttentionOptions& o) {
+  ATTNPACK_CHECK(
+      !o.mask(), "mask: got a tensor ", o.mask()->sizes(),
+      ", which is not supported over several processes; each rank would need its rows of it: use causal, window "
+      "or kv_lens");
+  const auto given = texts_of(o.rules()), unset = texts_of(ScoreRules());
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto& [name, rule] = given[i];
+    const bool shared = std::find(std::begin(kSharedRules), std::end(kSharedRules), name) != std::end(kSharedRules);
+    ATTNPACK_CHECK(shared || rule == unset[i].second, name, ": got ", rule,
+                   ", which is not supported over several processes; leave it out, or attend in one process");
+  }
+  refuse_named_keys(o.key_index(), o.key_block());
+  const auto* offset = std::get_if<int64_t>(&o.q_offset());
+  ATTNPACK_CHECK(
+      offset && *offset == 0,
+      "q_offset: got one, which is not supported over several processes; rows have the positions that the layout "
+      "gives them: leave it out");
+}
+
 std::vector<std::pair<std::string, std::string>> rule_texts(const AttentionOptions& o) {
-  std::vector<std::pair<std::string, std::string>> texts;
-  ScoreRules::for_each_rule(o.rules(),
-                            [&](const char* name, const auto& rule) { texts.emplace_back(name, text(rule)); });
+  auto texts = texts_of(o.rules());
   texts.emplace_back("kv_lens", numbers(o.kv_lens()));
   return texts;
 }

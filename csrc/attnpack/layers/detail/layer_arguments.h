@@ -27,6 +27,10 @@ struct RopeArguments {
   auto members() const { return std::tie(inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys); }
 };
 
+#define ATTNPACK_ROPE_SCHEMA                                                                                      \
+  "float[]? rope_inv_freq=None, float rope_factor=1.0, bool rope_interleaved=False, float[]? rope_long_inv_freq=" \
+  "None, float rope_growth=0.0, int rope_trained_len=0, bool rope_raw_keys=False"
+
 // LayerInputs without the rules and the cache, because the cache's tensors differ by family.
 struct LayerArguments {
   RopeArguments rope = {};
@@ -38,10 +42,8 @@ struct LayerArguments {
   auto members() const { return std::tuple_cat(rope.members(), std::tie(positions, cross, mask, kv_lens)); }
 };
 // The arguments after them need defaults too.
-#define ATTNPACK_LAYER_SCHEMA                                                                                     \
-  "float[]? rope_inv_freq=None, float rope_factor=1.0, bool rope_interleaved=False, float[]? rope_long_inv_freq=" \
-  "None, float rope_growth=0.0, int rope_trained_len=0, bool rope_raw_keys=False, Tensor? positions=None, bool "  \
-  "cross=False, Tensor? mask=None, Tensor? kv_lens=None"
+#define ATTNPACK_LAYER_SCHEMA \
+  ATTNPACK_ROPE_SCHEMA ", Tensor? positions=None, bool cross=False, Tensor? mask=None, Tensor? kv_lens=None"
 
 // CacheTensors, or nothing where there is no cache.
 struct CacheArguments {

@@ -94,7 +94,7 @@ namespace {
 Placement shard_placement(const ShardedAttention& over, const NewTokens& tokens, Placement place) {
   const auto device = tokens.query.device();
   if (!place.positions) place.positions = over.positions(tokens.query.size(2)).to(device);
-  if (place.cross) place.keys_at = over.positions(tokens.key.size(2)).to(device);
+  if (place.cross && !place.keys_at) place.keys_at = over.positions(tokens.key.size(2)).to(device);
   return place;
 }
 

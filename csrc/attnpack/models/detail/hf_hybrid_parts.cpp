@@ -15,6 +15,9 @@ using at::Tensor;
 using Options = CausalLMOptions;
 using Replacements = std::initializer_list<std::pair<std::string_view, std::string_view>>;
 
+// The linear layers of a gated feed-forward, or of an expert.
+const Replacements kGatedLinears = {{".w1.", ".gate_proj."}, {".w3.", ".up_proj."}, {".w2.", ".down_proj."}};
+
 // The name with the first of these words replaced that it holds.
 std::string renamed(std::string name, const Replacements& words) {
   for (const auto& [theirs, ours] : words) {
@@ -114,22 +117,19 @@ std::vector<HfPart> kimi_linear_parts(const std::string& name, const Options&) {
                              {".self_attn.dt_bias", ".self_attn.forget_gate.dt_bias"},
                              {".self_attn.A_log", ".self_attn.forget_gate.A_log"},
                              {".block_sparse_moe.", ".mlp."}});
-  if (holds(ours, ".experts."))
-    ours = renamed(ours, {{".w1.", ".gate_proj."}, {".w3.", ".up_proj."}, {".w2.", ".down_proj."}});
+  if (holds(ours, ".experts.")) ours = renamed(ours, kGatedLinears);
   return {{ours, nullptr}};
 }
 
 std::vector<HfPart> lfm2_parts(const std::string& name, const Options&) {
-  return {{renamed(name, {{"model.embedding_norm.", "model.norm."},
-                          {".conv.", ".self_attn."},
-                          {".self_attn.out_proj.", ".self_attn.o_proj."},
-                          {".q_layernorm.", ".q_norm."},
-                          {".k_layernorm.", ".k_norm."},
-                          {".feed_forward.w1.", ".mlp.gate_proj."},
-                          {".feed_forward.w3.", ".mlp.up_proj."},
-                          {".feed_forward.w2.", ".mlp.down_proj."},
-                          {".operator_norm.", ".input_layernorm."},
-                          {".ffn_norm.", ".post_attention_layernorm."}}),
+  return {{renamed(renamed(name, kGatedLinears), {{"model.embedding_norm.", "model.norm."},
+                                                  {".conv.", ".self_attn."},
+                                                  {".self_attn.out_proj.", ".self_attn.o_proj."},
+                                                  {".q_layernorm.", ".q_norm."},
+                                                  {".k_layernorm.", ".k_norm."},
+                                                  {".feed_forward.", ".mlp."},
+                                                  {".operator_norm.", ".input_layernorm."},
+                                                  {".ffn_norm.", ".post_attention_layernorm."}}),
            nullptr}};
 }
 
@@ -139,9 +139,7 @@ std::vector<HfPart> lfm2_moe_parts(const std::string& name, const Options& o) {
     return {{renamed(name, {{".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"}}), nullptr}};
   if (holds(name, ".feed_forward.gate.")) return {{renamed(name, {{".feed_forward.", ".mlp."}}), nullptr}};
   if (!holds(name, ".feed_forward.experts.")) return lfm2_parts(name, o);
-  const auto ours = renamed(name, {{".feed_forward.", ".mlp."}});
-  return packed_experts_parts(renamed(ours, {{".w1.", ".gate_proj."}, {".w3.", ".up_proj."}, {".w2.", ".down_proj."}}),
-                              o);
+  return packed_experts_parts(renamed(renamed(name, {{".feed_forward.", ".mlp."}}), kGatedLinears), o);
 }
 
 std::vector<HfPart> bamba_parts(const std::string& name, const Options&) {

@@ -189,7 +189,6 @@ AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInp
                                /*named_keys=*/true);
   result.key_index = inputs.key_index();
   result.key_block = inputs.key_block();
-  result.head_map = options.head_map();
   if (sinks.defined()) result.sinks = sinks;
   if (options.alibi()) result.alibi_slopes = at::tensor(slopes, at::kDouble).to(o_proj->weight.device());
   return result;

@@ -35,7 +35,6 @@ AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at
   check_no_kv_from("ProjectedAttention", inputs.kv_from() != nullptr);
   auto result = attend_options(options, inputs, is_training(), rope);
   result.cross = !inputs.cache() && query.size(2) != key.size(2);
-  result.head_map = options.head_map();
   return result;
 }
 

@@ -11,6 +11,7 @@
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <array>
+#include <concepts>
 #include <string>
 
 namespace attnpack {
@@ -119,19 +120,31 @@ inline void check_rope_dim(const RotaryEmbedding& rope, int64_t most, const std:
   ATTNPACK_CHECK(rope->options.dim() <= most, "rope: got dim ", rope->options.dim(), ", want at most ", words);
 }
 
-// The options of attention that the modules have in common. A module without a window or chunk sees all keys.
+// The rules that are options of a module by the same name.
+template <typename Options>
+ScoreRules rules_from_options(const Options& o) {
+  ScoreRules rules;
+#define ATTNPACK_RULE_OF_OPTION(type, name, value, text)     \
+  if constexpr (requires {                                   \
+                  { o.name() } -> std::convertible_to<type>; \
+                })                                           \
+    rules.name = o.name();
+  ATTNPACK_SCORE_RULES(ATTNPACK_RULE_OF_OPTION)
+#undef ATTNPACK_RULE_OF_OPTION
+  if constexpr (requires { o.window(); }) rules.window = o.window().value_or(kNoWindow);
+  return rules;
+}
+
+// The settings of a call that follow from options of a module.
 template <typename Options>
 AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bool is_training,
                              const RotaryEmbedding& rope, bool named_keys = false) {
   AttendOptions r{layer_inputs(inputs, o.causal(), named_keys)};
-  if constexpr (requires { o.window(); }) r.window = o.window().value_or(Window{-1, -1});
-  if constexpr (requires { o.chunk(); }) {
-    if (o.chunk()) check_chunked_call(r.cross);
-    r.chunk = o.chunk();
-  }
-  r.softcap = o.softcap();
+  const bool causal = r.causal;  // of this call
+  static_cast<ScoreRules&>(r) = rules_from_options(o);
+  r.causal = causal;
+  if (r.chunk) check_chunked_call(r.cross);
   r.dropout_p = is_training ? o.dropout() : 0.0;
-  r.scale = o.scale();
   if (rope) r.rope = rope->settings;
   return r;
 }
@@ -141,7 +154,8 @@ template <typename Options, typename Settings>
 Settings with_query_scale(const Options& o, const at::Tensor& x, const AttentionInputs& inputs, Settings settings) {
   if constexpr (requires { o.query_scale(); }) {
     if (o.query_scale()) {
-      settings.query_scale = query_factors(counted_positions(x, inputs), inputs.positions(), *o.query_scale());
+      settings.query_scale =
+          query_factors(counted_positions(x, inputs), inputs.positions(), x.sym_size(0), *o.query_scale());
     }
   }
   return settings;

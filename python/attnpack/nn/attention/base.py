@@ -24,7 +24,6 @@ from ..sharded_attention import (
     check_mask_share,
     grouped_share,
     positions_here,
-    refuse_chunk,
     refuse_context_parallel,
     refuse_named_keys,
     sharded_attention,
@@ -75,7 +74,6 @@ class NativeAttention(NativeModule):
         over = sharded_attention(cache)
         with unchanged_on_error(cache):
             if over is not None:
-                refuse_chunk(self.chunk)
                 refuse_named_keys(inputs.get("key_index"), inputs.get("key_block", 1))
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
@@ -173,7 +171,8 @@ class NativeAttention(NativeModule):
         [B] ones."""
         if self.query_scale is None:
             return None
-        return torch.ops.attnpack.query_factors(self._counted(query, past), positions, **self.query_scale)
+        counted = self._counted(query, past)
+        return torch.ops.attnpack.query_factors(counted, positions, query.size(0), **self.query_scale)
 
     def _counted(self, query: Tensor, past: Tensor | None) -> Tensor:
         """The positions [L] or [B, L] of the queries [B, H, L, D] after the `past` [B] ones."""
@@ -185,7 +184,7 @@ class NativeAttention(NativeModule):
         if self.query_scale is None:
             return None
         given = None if positions is None else nested.positions_of(x, positions)[0]
-        return torch.ops.attnpack.query_factors(nested.positions_of(x)[0], given, **self.query_scale)
+        return torch.ops.attnpack.query_factors(nested.positions_of(x)[0], given, 1, **self.query_scale)
 
     def _output(self, joined: Tensor, x: Tensor | None) -> Tensor:
         """The output of the module from the joined heads [B, L, Hq * D] and its input x [B, L, embed_dim]."""
