@@ -134,11 +134,17 @@ class Bench:
         slopes = torch.linspace(0.01, 0.5, heads, device=device, dtype=torch.float64)
         mask = torch.rand(1, 1, length, length, device=device) < 0.8
         bias = self.draw(1, 1, length, length)
+        # Masks whose blocks are mostly whole or empty: a window of an eighth, and keys without padding.
+        number = torch.arange(length, device=device)
+        band = (number[:, None] - number).abs().mul(16) < length
+        padding = (number < length - length // 8)[None, None, None]
         # name: (rule, the same for SDPA, which has no caps and no ALiBi). ALiBi's rate counts all scores, also those of
         # keys after a query.
         rules = {
             "plain": ({}, {}),
             "bool mask": ({"mask": mask}, {"attn_mask": mask}),
+            "band as mask": ({"mask": band}, {"attn_mask": band}),
+            "padding as mask": ({"mask": padding}, {"attn_mask": padding}),
             "float mask": ({"mask": bias}, {"attn_mask": bias}),
             "softcap": ({"softcap": 30.0}, None),
             "window": ({"window": (length // 8, 0)}, None),

@@ -68,6 +68,7 @@ def make_cases(device: str) -> Iterator[Case]:
     yield "NaN behind the keys", ("prefill_kernel",), *pair(few[0], few[1], poisoned[2], kv_lens=lens)
     yield "backward, NaN behind the keys", ("gradient_mma_kernel",), *gradients(poisoned, kv_lens=lens)
     mask = torch.rand(300, 300, generator=generator) < 0.7
+    yield "mask", ("prefill_kernel",), *pair(query, key, value, mask=mask)
     yield "mask and cap", ("prefill_kernel",), *pair(query, key, value, mask=mask, softcap=3.0)
     for dim in (64, 256):
         query, key, value = draw(1, 4, 200, dim), draw(1, 2, 200, dim), draw(1, 2, 200, dim)

@@ -28,9 +28,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kPlain>>(
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
+template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kPlain, 3>>(
+    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
 template __global__ void forward<WarpgroupForward<BFloat16, 128, 128, Scores::kPlain>>(
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
 template __global__ void forward<WarpgroupForward<BFloat16, 256, 256, Scores::kPlain>>(
+    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
+template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kMasked>>(
+    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
+template __global__ void forward<WarpgroupForward<BFloat16, 128, 128, Scores::kMasked>>(
+    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
+template __global__ void forward<WarpgroupForward<BFloat16, 256, 256, Scores::kMasked>>(
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
 __global__ void __launch_bounds__(384, 1)
     query_gradient(ATTNPACK_CONSTANT AttentionBackwardParams bp, ATTNPACK_CONSTANT BackwardPlan plan, ATTNPACK_MAPS,
@@ -47,6 +55,7 @@ __global__ void __launch_bounds__(384, 1)
 }
 """
 nvcc = needs("nvcc")
+PLAIN, MASKED, THREE = "ScoresE1ELi2E", "ScoresE2ELi2E", "ScoresE1ELi3E"  # in a kernel's name; THREE: warpgroups
 
 
 def find_tools() -> Path | None:
@@ -98,7 +107,7 @@ def inner_loop(body, products):
 
 
 def outline(loop):
-    """The loop as a list of HGMMA, WAIT<n> and EX2, without repetitions."""
+    """The loop as a list of HGMMA, WAIT<n>, EX2, and LOAD from global memory, without repetitions."""
     marks = []
     for _, name, text in loop:
         if wait := re.search(r"DEPBAR\.LE gsb0, 0x(\w+)", text):
@@ -107,14 +116,16 @@ def outline(loop):
             marks.append("HGMMA")
         elif name == "MUFU.EX2":
             marks.append("EX2")
+        elif name.startswith("LDG"):
+            marks.append("LOAD")
     return [mark for i, mark in enumerate(marks) if i == 0 or mark != marks[i - 1]]
 
 
 @nvcc
 @pytest.mark.long
-@pytest.mark.parametrize("width, products", [(64, 4 + 8), (128, 8 + 8)])
-def test_the_softmax_runs_beside_the_values_of_the_step_before(width, products, compiled):
-    loop = inner_loop(kernel_named(compiled[0], "forward", f"Li{width}ELi{width}E"), products)
+@pytest.mark.parametrize("width, products, kind", [(64, 4 + 8, PLAIN), (64, 4 + 8, THREE), (128, 8 + 8, PLAIN)])
+def test_the_softmax_runs_beside_the_values_of_the_step_before(width, products, kind, compiled):
+    loop = inner_loop(kernel_named(compiled[0], "forward", f"Li{width}ELi{width}E", kind), products)
     assert outline(loop) == ["WAIT<0>", "HGMMA", "WAIT<1>", "EX2"]
     assert sum(name == "MUFU.EX2" for _, name, _ in loop) == 64 + 2  # of each score, and of two rows' factors
 
@@ -122,12 +133,26 @@ def test_the_softmax_runs_beside_the_values_of_the_step_before(width, products, 
 @nvcc
 @pytest.mark.long
 def test_wide_outputs_are_rescaled_between_the_products_of_a_step(compiled):
-    loop = inner_loop(kernel_named(compiled[0], "forward", "Li256ELi256E"), 16 + 4)
+    loop = inner_loop(kernel_named(compiled[0], "forward", "Li256ELi256E", PLAIN), 16 + 4)
     assert outline(loop) == ["WAIT<0>", "HGMMA", "WAIT<1>", "EX2"]
     products = [i for i, (_, name, _) in enumerate(loop) if name.startswith("HGMMA")]
     between = [name for _, name, _ in loop[products[0] : products[-1]]]
-    assert between.count("FMUL") >= 128  # a lane's numbers of 64 rows of 256
+    assert between.count("FMUL") >= 120  # most of a lane's 128 numbers of 64 rows of 256
     assert not any(name.startswith("BAR") for name in between)  # no turns
+
+
+@nvcc
+@pytest.mark.long
+@pytest.mark.parametrize("width, products", [(64, 4 + 8), (128, 8 + 8), (256, 16 + 4)])
+def test_the_bits_of_a_mask_are_read_beside_the_products(width, products, compiled):
+    loop = inner_loop(kernel_named(compiled[0], "forward", f"Li{width}ELi{width}E", MASKED), products)
+    marks = outline(loop)
+    beside = marks[1 : marks.index("WAIT<1>")]
+    assert marks == ["WAIT<0>", *beside, "WAIT<1>", "EX2"] and set(beside) == {"HGMMA", "LOAD"}
+    assert sum(name.startswith("LDG") for _, name, _ in loop) == 2  # all words of a row at once
+    plain = inner_loop(kernel_named(compiled[0], "forward", f"Li{width}ELi{width}E", PLAIN), products)
+    scores = 64 if width <= 128 else 32
+    assert len(loop) - len(plain) < 2.6 * scores  # a question and an answer per score, where a step hides any
 
 
 @nvcc
@@ -150,9 +175,12 @@ def test_the_key_gradient_asks_no_question_per_score(compiled):
 @pytest.mark.long
 def test_plain_loops_hold_no_memory_of_a_thread_s_own(compiled):
     for words, products in (
-        (("forward", "Li64ELi64E"), 12),
-        (("forward", "Li128ELi128E"), 16),
-        (("forward", "Li256ELi256E"), 20),
+        *(
+            (("forward", f"Li{width}ELi{width}E", kind), products)
+            for width, products in ((64, 12), (128, 16), (256, 20))
+            for kind in (PLAIN, MASKED)
+        ),
+        (("forward", "Li64ELi64E", THREE), 12),
         (("query_gradient",), 20),
         (("key_gradient",), 24),
     ):

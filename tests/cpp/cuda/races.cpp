@@ -178,6 +178,17 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"prefill on sm_90", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {.causal = true, .poison = true}, kSm90); }},
     {"prefill 256 on sm_90",
      [] { attend<Float16>({1, 1, 1, 20, 60, 256, 256}, {.causal = true, .poison = true}, kSm90); }},
+    {"prefill by three warpgroups",
+     [] { attend<BFloat16>({1, 1, 1, 180, 300, 64, 64}, {.causal = true, .poison = true}, kSm90); }},
+    {"prefill by three warpgroups, no NaN", [] { attend<BFloat16>({1, 1, 1, 180, 300, 64, 64}, {}, kSm90); }},
+    {"masked prefill on sm_90",
+     [] {
+       attend<BFloat16>({1, 1, 1, 70, 520, 64, 64}, {.bool_mask = true, .mask_rows = true, .mask_blocks = true}, kSm90);
+     }},
+    {"masked prefill on sm_90, NaN",
+     [] {
+       attend<BFloat16>({1, 1, 1, 70, 520, 64, 64}, {.bool_mask = true, .poison = true, .mask_blocks = true}, kSm90);
+     }},
     {"prefill on sm_90, no NaN", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {}, kSm90); }},
     {"decode", [] { attend<BFloat16>({1, 1, 4, 2, 600, 64, 64}, {.causal = true, .poison = true}, {8, 227 * 1024}); }},
     {"decode without keys", [] { attend<Float16>({1, 1, 1, 2, 1, 256, 256}, {.lens = true}, {8, 227 * 1024}); }},

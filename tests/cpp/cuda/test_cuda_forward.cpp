@@ -142,6 +142,131 @@ TEST_CASE("prefill on sm_90") {
   check_bits<Float16>({1, 1, 2, 70, 150, 128, 64}, {.causal = true}, ++seed, one);
 }
 
+TEST_CASE("prefill by three warpgroups on sm_90") {
+  const Device one{1, 227 * 1024, true};
+  int seed = 450;
+  const auto check_three = [&](auto storage, const Shape& shape, const Settings& on) {
+    using S = decltype(storage);
+    Problem<S> problem(shape, on, ++seed);
+    CHECK(plan_forward(problem.p, problem.most_group, one).tile_rows == kSm90MostTileRows);
+    check<S>(shape, on, ForwardKernel::kSm90, seed, one);
+  };
+  check_three(BFloat16(), {2, 1, 2, 90, 400, 64, 64}, {});
+  check_three(BFloat16(), {1, 1, 2, 150, 300, 64, 64}, {.causal = true, .sinks = true, .poison = true});
+  check_three(Float16(), {1, 2, 3, 60, 150, 40, 24}, {.lens = true, .poison = true});
+  check_three(Float16(), {1, 1, 1, 180, 100, 64, 64}, {.window = true, .offsets = true});
+  check_three(BFloat16(), {1, 1, 1, 370, 290, 64, 64}, {.causal = true, .past = true});
+  check_bits<BFloat16>({2, 1, 2, 90, 300, 64, 64}, {.lens = true}, ++seed, one);
+  check_bits<Float16>({1, 1, 1, 180, 150, 64, 64}, {.causal = true}, ++seed, one);
+}
+
+TEST_CASE("prefill under a bool mask on sm_90") {
+  const Device one{1, 227 * 1024, true}, eight{8, 227 * 1024, true};
+  constexpr auto kKernel = ForwardKernel::kSm90;
+  const Settings mask{.bool_mask = true}, blocks{.bool_mask = true, .poison = true, .mask_blocks = true};
+  const auto with = [](Settings on, const auto& change) {
+    change(on);
+    return on;
+  };
+  int seed = 400;
+  check<BFloat16>({2, 2, 2, 41, 150, 64, 64}, with(mask, [](auto& on) { on.mask_rows = on.lens = true; }), kKernel,
+                  ++seed, one);
+  check<BFloat16>({2, 1, 2, 70, 600, 64, 64}, blocks, kKernel, ++seed, one);
+  check<BFloat16>({1, 2, 3, 50, 520, 64, 64}, with(blocks, [](auto& on) { on.mask_rows = on.causal = true; }), kKernel,
+                  ++seed, one);
+  check<Float16>({2, 1, 2, 70, 400, 128, 104}, with(blocks, [](auto& on) { on.mask_heads = on.sinks = true; }), kKernel,
+                 ++seed, one);
+  check<Float16>({1, 3, 2, 45, 300, 64, 128},
+                 with(blocks, [](auto& on) { on.map = on.mask_heads = on.mask_rows = true; }), kKernel, ++seed, one);
+  check<BFloat16>({2, 3, 2, 45, 300, 64, 64}, with(blocks, [](auto& on) { on.map = true; }), kKernel, ++seed, one);
+  check<BFloat16>({1, 1, 1, 130, 420, 192, 256}, with(blocks, [](auto& on) { on.mask_rows = on.causal = true; }),
+                  kKernel, ++seed, one);
+  check<BFloat16>({1, 1, 1, 130, 420, 192, 128}, with(blocks, [](auto& on) { on.window = true; }), kKernel, ++seed,
+                  one);
+  check<Float16>({2, 1, 1, 40, 1300, 40, 24}, with(blocks, [](auto& on) { on.lens = on.offsets = true; }), kKernel,
+                 ++seed, eight);  // in parts
+  check<Float16>({2, 1, 1, 40, 1300, 40, 24}, with(blocks, [](auto& on) { on.mask_rows = on.past = true; }), kKernel,
+                 ++seed, eight);
+  check_bits<BFloat16>({2, 1, 2, 41, 350, 64, 64}, with(blocks, [](auto& on) { on.causal = true; }), ++seed, one);
+  check_bits<Float16>({1, 2, 1, 41, 150, 128, 64}, with(mask, [](auto& on) { on.mask_heads = true; }), ++seed, one);
+}
+
+TEST_CASE("a mask's bits are its numbers, and its lists hold the steps that a tile sees keys of") {
+  std::mt19937 random(17);
+  for (int round = 0; round < 60; ++round) {
+    const auto coin = [&] { return draw(random, 0, 1) == 1; };
+    AttentionParams p{};
+    p.batch = draw(random, 1, 2);
+    p.num_kv_heads = draw(random, 1, 3);
+    p.num_heads = p.num_kv_heads * draw(random, 1, 3);
+    p.q_len = draw(random, 1, 150);
+    p.kv_len = draw(random, 1, coin() ? 300 : 5000);
+    std::vector<int64_t> map;
+    for (int64_t h = 0; h < p.num_heads; ++h) map.push_back(h * h % 3 % p.num_kv_heads);
+    const HeadGroups groups = group_heads(map, p.num_kv_heads);
+    if (coin()) {
+      p.group_start = groups.start.data();
+      p.group_heads = groups.heads.data();
+    }
+    // Dimensions are broadcast, or lie in drawn order. Each 200 keys are seen, hidden, or both.
+    const int64_t columns = coin() || coin() ? p.kv_len : 1, rows = coin() ? p.q_len : 1,
+                  heads = coin() ? p.num_heads : 1, batches = coin() ? p.batch : 1;
+    std::vector<char> numbers(batches * heads * rows * columns);
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const int64_t kind = i % columns / 200 % 3;
+      numbers[i] = kind == 2 ? coin() : kind == 1;
+    }
+    const bool turned = coin();
+    const auto stride = [](int64_t size, int64_t s) { return size > 1 ? s : 0; };
+    p.mask = numbers.data();
+    p.mask_dtype = DType::kBool;
+    p.mask_strides = {stride(batches, heads * rows * columns), stride(heads, rows * columns),
+                      stride(rows, turned ? 1 : columns), stride(columns, turned ? rows : 1)};
+    const auto number = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      const Strides& s = p.mask_strides;
+      return numbers[b * s.batch + h * s.head + i * s.row + j * s.column] != 0;
+    };
+    int64_t most_group = 0;
+    for (int64_t kv = 0; kv < p.num_kv_heads; ++kv) most_group = std::max(most_group, group_size(p, kv));
+    const int64_t tiles = (most_group * p.q_len + 127) / 128;
+    const MaskPlan m = plan_mask(p, tiles, coin() ? 128 : 64, draw(random, 0, 50));
+    Guarded memory(mask_end(m));
+    void* const workspace = memory.data();
+    std::memset(workspace, 0xff, memory.bytes());
+    run_blocks<char>(mask_blocks(m), kMaskThreads, round,
+                     [&](int64_t i, void*) { pack_mask_block(p, m, workspace, i); });
+    run_blocks<MaskListShared>(mask_lists(m), kMaskThreads, round, [&](int64_t i, void* shared) {
+      list_steps_block(p, m, 128, workspace, i, *static_cast<MaskListShared*>(shared));
+    });
+    int64_t wrong = 0;
+    for (int64_t b = 0; b < p.batch; ++b)
+      for (int64_t h = 0; h < p.num_heads; ++h)
+        for (int64_t i = 0; i < p.q_len; ++i)
+          for (int64_t j = 0; j < p.kv_len; ++j)
+            wrong += (mask_row(m, workspace, b, h, i)[j / 32] >> j % 32 & 1) != number(b, h, i, j);
+    CHECK(wrong == 0);
+    for (int64_t b = 0; b < p.batch; ++b)
+      for (int64_t kv = 0; kv < p.num_kv_heads; ++kv)
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          const int64_t from = draw(random, 0, p.kv_len), to = draw(random, from, p.kv_len), group = group_size(p, kv);
+          const Range keys = from < to ? Range{from, to} : Range{0, 0};
+          std::vector<int32_t> wanted;
+          for (int64_t step = keys.begin / m.keys_of_step; step * m.keys_of_step < keys.end; ++step) {
+            bool seen = false, hidden = false;
+            for (int64_t r = 128 * tile; r < std::min(128 * (tile + 1), group * p.q_len); ++r)
+              for (int64_t j = step * m.keys_of_step; j < std::min((step + 1) * m.keys_of_step, p.kv_len); ++j) {
+                const bool sees = number(b, group_head(p, kv, r % group), r / group, j);
+                seen |= sees;
+                hidden |= !sees;
+              }
+            if (seen) wanted.push_back(static_cast<int32_t>(2 * step + hidden));
+          }
+          const ListedSteps steps = steps_of_unit(m, workspace, Unit{b, kv, 128 * tile, 0, keys}, 128);
+          CHECK(std::vector<int32_t>(steps.numbers, steps.numbers + steps.count) == wanted);
+        }
+  }
+}
+
 TEST_CASE("decode on tensor cores") {
   int seed = 200;
   for (const Settings& on : grid())

@@ -119,6 +119,21 @@ TEST_CASE("splits cover every key once and follow only shapes") {
   CHECK(parts_of_keys(8, 132, 58254) == 16);
 }
 
+TEST_CASE("tiles of 192 rows pay where blocks are many") {
+  const auto rows_of = [](int64_t rows, int64_t heads, int64_t width = 64, bool plain = true) {
+    return forward_rows_sm90(width, plain, rows, heads, 132);
+  };
+  // By arithmetic, for 132 places. 8 kv heads of 4 * 8,192 rows: 16 waves of 128 rows, or 11 of 192, which ends at row
+  // 2,112 rather than 2,048. 8 heads of 1,024 rows, and 2 of 8,192: one wave of either. 3 heads of 16,384: three waves
+  // of 128 rows, or two of 192.
+  CHECK(rows_of(4 * 8192, 8) == 192);
+  CHECK(rows_of(1024, 8) == 128);
+  CHECK(rows_of(8192, 2) == 128);
+  CHECK(rows_of(16384, 3) == 192);
+  CHECK(rows_of(4 * 8192, 8, 128) == 128);
+  CHECK(rows_of(4 * 8192, 8, 64, false) == 128);
+}
+
 TEST_CASE("gradients are cut into parts where owners are few") {
   alignas(16) char memory[16] = {};
   const auto plan_of = [&](int64_t num_heads, int64_t num_kv_heads, int64_t length, bool sm90) {

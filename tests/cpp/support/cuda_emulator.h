@@ -373,6 +373,8 @@ inline uint32_t ballot(bool x, Site at = Site::current()) {
   return votes;
 }
 
+inline int count_bits(uint32_t x) { return __builtin_popcount(x); }
+
 inline void check_aligned(const void* at, int bytes) {
   if (reinterpret_cast<uintptr_t>(at) % bytes) emulated().fail("an address is no multiple of its access's size");
 }

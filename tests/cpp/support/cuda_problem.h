@@ -22,11 +22,12 @@ struct Shape {
 };
 // past: the window of the later queries lies after all keys. lowest: the float mask holds fp32's smallest number for
 // two thirds of the keys. lowest_rows: it holds that number for all keys of every third row. That number excludes
-// nothing.
+// nothing. The bool mask is one row of keys per sequence. mask_heads, mask_rows: each head, each query has its own.
+// mask_blocks: it leaves all, none or some of the keys of each 128.
 struct Settings {
   bool causal = false, window = false, past = false, lens = false, offsets = false, softcap = false, sinks = false,
        alibi = false, bool_mask = false, float_mask = false, map = false, dropout = false, poison = false,
-       latent = false, lowest = false, lowest_rows = false;
+       latent = false, lowest = false, lowest_rows = false, mask_heads = false, mask_rows = false, mask_blocks = false;
 };
 
 template <class S>
@@ -148,11 +149,17 @@ struct Problem {
       most_group = 0;
       for (int64_t h = 0; h < shape.num_kv_heads; ++h) most_group = std::max(most_group, group_size(p, h));
     }
-    if (on.bool_mask) {  // [batch, 1, 1, kv_len]
-      for (int64_t i = 0; i < shape.batch * shape.kv_len; ++i) bools.push_back(uniform() < 0.7);
+    if (on.bool_mask) {
+      const int64_t rows = on.mask_rows ? shape.q_len : 1, of_batch = (on.mask_heads ? num_heads : 1) * rows;
+      for (int64_t i = 0; i < shape.batch * of_batch; ++i)
+        for (int64_t j = 0; j < shape.kv_len; ++j) {
+          const int64_t left = on.mask_blocks ? (j / 128 + i / of_batch) % 3 : 2;  // none, all, some
+          bools.push_back(left == 2 ? uniform() < 0.7 : left == 1);
+        }
       p.mask = bools.data();
       p.mask_dtype = DType::kBool;
-      p.mask_strides = {shape.kv_len, 0, 0, 1};
+      p.mask_strides = {of_batch * shape.kv_len, on.mask_heads ? rows * shape.kv_len : 0,
+                        on.mask_rows ? shape.kv_len : 0, 1};
     }
     if (on.float_mask) {  // [num_heads, q_len, kv_len]
       for (int64_t i = 0; i < num_heads * shape.q_len * shape.kv_len; ++i)
@@ -193,7 +200,7 @@ struct Problem {
     const int64_t position = i + (on.offsets ? offsets[b] : p.q_offset);
     return j < (on.lens ? lens[b] : shape.kv_len) && (!on.causal || j <= position) &&
            (p.window_left < 0 || j >= position - p.window_left) && (!on.window || j <= position + p.window_right) &&
-           (!on.bool_mask || bools[b * shape.kv_len + j]) &&
+           (!on.bool_mask || bools[b * p.mask_strides.batch + h * p.mask_strides.head + i * p.mask_strides.row + j]) &&
            (!on.float_mask || floats[(h * shape.q_len + i) * shape.kv_len + j] != -infinity<float>());
   }
 
@@ -302,6 +309,9 @@ inline Settings draw_settings(std::mt19937& random) {
     *each = draw(random, 0, 3) == 0;
   on.float_mask = !on.bool_mask && draw(random, 0, 3) == 0;
   on.latent = draw(random, 0, 9) == 0;
+  on.mask_heads = draw(random, 0, 1);
+  on.mask_rows = draw(random, 0, 1);
+  on.mask_blocks = draw(random, 0, 1);
   return on;
 }
 

@@ -59,8 +59,9 @@ void run_forward(const AttentionParams& p, const ForwardPlan& plan, void* worksp
     else if (plan.kernel == ForwardKernel::kLatentSm90)
       run_latent_sm90<S>(p, plan, workspace, seed);
     else if (plan.kernel == ForwardKernel::kSm90)
-      is_plain(p) ? run_forward_sm90<S, Scores::kPlain>(p, plan, workspace, seed)
-                  : run_forward_sm90<S, Scores::kAny>(p, plan, workspace, seed);
+      is_plain(p)    ? run_forward_sm90<S, Scores::kPlain>(p, plan, workspace, seed)
+      : is_masked(p) ? run_forward_masked_sm90<S>(p, plan, workspace, seed)
+                     : run_forward_sm90<S, Scores::kAny>(p, plan, workspace, seed);
     else if (plan.kernel == ForwardKernel::kPrefill)
       is_plain(p) ? run_prefill<S, Scores::kPlain>(p, plan, workspace, seed)
                   : run_prefill<S, Scores::kAny>(p, plan, workspace, seed);

@@ -29,9 +29,9 @@ inline TileMap value_map(const AttentionParams& p, int box_rows) {
   return emulated_map(p.value, p.value_strides, p.batch, p.num_kv_heads, p.kv_len, p.v_head_dim, box_rows);
 }
 
-template <class S, int Width, int Values, Scores Kind>
+template <class S, int Width, int Values, Scores Kind, int Groups = 2>
 void run_forward_width(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  using Tile = WarpgroupForward<S, Width, Values, Kind>;
+  using Tile = WarpgroupForward<S, Width, Values, Kind, Groups>;
   const TileMap keys = key_map(p, Tile::kKeys), values = value_map(p, Tile::kKeys);
   run_tiles<Tile>(
       plan.blocks, shared_bytes(plan.kernel, plan.tile_rows, plan.width), seed,
@@ -39,10 +39,22 @@ void run_forward_width(const AttentionParams& p, const ForwardPlan& plan, void* 
 }
 template <class S, Scores Kind>
 void run_forward_sm90(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  if constexpr (Kind == Scores::kPlain)
+    if (plan.tile_rows == kSm90MostTileRows) return run_forward_width<S, 64, 64, Kind, 3>(p, plan, workspace, seed);
   plan.width == 64    ? run_forward_width<S, 64, 64, Kind>(p, plan, workspace, seed)
   : plan.width == 128 ? run_forward_width<S, 128, 128, Kind>(p, plan, workspace, seed)
   : plan.width == 192 ? run_forward_width<S, 192, 128, Kind>(p, plan, workspace, seed)
                       : run_forward_width<S, 256, 256, Kind>(p, plan, workspace, seed);
+}
+
+template <class S>
+void run_forward_masked_sm90(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  run_blocks<char>(mask_blocks(plan.mask), kMaskThreads, seed,
+                   [&](int64_t i, void*) { pack_mask_block(p, plan.mask, workspace, i); });
+  run_blocks<MaskListShared>(mask_lists(plan.mask), kMaskThreads, seed, [&](int64_t i, void* shared) {
+    list_steps_block(p, plan.mask, plan.tile_rows, workspace, i, *static_cast<MaskListShared*>(shared));
+  });
+  run_forward_sm90<S, Scores::kMasked>(p, plan, workspace, seed);
 }
 
 template <class S>

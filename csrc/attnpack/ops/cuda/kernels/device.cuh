@@ -25,6 +25,7 @@ ATTNPACK_DEVICE T shuffle_xor(T x, int mask) {
 
 // Bit i: lane i's x.
 ATTNPACK_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+ATTNPACK_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 // Copies 16 bytes from global to shared memory, bypassing the registers. It reads `bytes` of them, 0 to 16, and writes
 // zeros for the rest.

@@ -11,6 +11,7 @@ const char* forward_decode(const AttentionParams&, const ForwardPlan&, void* wor
 const char* forward_latent(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* latent_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_masked_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_rules_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_from_source(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 bool has_sm90_image();  // on the current device

@@ -5,15 +5,21 @@
 #include <attnpack/core/params.h>
 #include <attnpack/core/quantized.h>
 #include <attnpack/ops/cuda/kernels/index.h>
+#include <attnpack/ops/cuda/kernels/mask_plan.h>
 
 // Decides which kernel takes a call, and how the call is cut into blocks, from only the shapes, layout and device.
 namespace attnpack::cuda {
 
-// Whether scores need a scale above 0 and nothing else but the row's range.
-ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) {
-  return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
+// Whether scores need a scale above 0 and nothing else but the row's range, and the mask if there is one.
+ATTNPACK_HD static inline bool scaled_or_masked(const AttentionParams& p) {
+  return p.softcap == 0 && !p.alibi_slopes && p.scale > 0;
 }
+ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) { return scaled_or_masked(p) && !p.mask; }
 ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
+// Plain, but for a bool mask.
+ATTNPACK_HD static inline bool is_masked(const AttentionParams& p) {
+  return scaled_or_masked(p) && p.mask && p.mask_dtype == DType::kBool && p.dropout_p == 0;
+}
 
 // Whether rows see different numbers of keys.
 ATTNPACK_HD static inline bool has_ranges(const AttentionParams& p) {
@@ -33,13 +39,14 @@ struct ForwardPlan {
   int64_t parts;          // of the keys
   int64_t section;        // heads of a section, each part counted as a head (place_of_block)
   int64_t blocks;
-  int64_t workspace_bytes;  // memory for the partial results, if there are several parts
+  int64_t workspace_bytes;  // memory for the partial results, if there are several parts, and for the mask's bits
+  MaskPlan mask;            // sm90/, if the call is_masked
 };
 
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
 // Rows of a block. More of them read each key less often, but need registers, as the rules of scores do too.
 constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
-constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128;
+constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128, kSm90MostTileRows = 192;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 constexpr int64_t kMostKeysOfStep = 128;                        // of all kernels
 constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
@@ -50,6 +57,22 @@ struct Device {
   bool sm90 = false;                      // whether the kernels of sm90/ can run
   int capability = 0;                     // 10 * major + minor
 };
+
+// Keys of a step of the forward kernels of sm90/.
+constexpr int64_t forward_keys_sm90(int64_t width) { return width <= 192 ? 128 : 64; }
+
+// Rows of a block of these kernels. Plain calls of narrow heads have registers for 192, which read each key less often.
+// They pay where blocks are many: a tile of 192 rows takes less than 1.5 times the time of one of 128, so it may end up
+// to a tenth later by the count of rows in the device's waves.
+static inline int64_t forward_rows_sm90(int64_t width, bool plain, int64_t rows, int64_t heads,
+                                        int64_t multiprocessors) {
+  if (width != 64 || !plain) return kSm90TileRows;
+  const auto end = [&](int64_t tile_rows) {
+    const int64_t blocks = heads * ((rows + tile_rows - 1) / tile_rows);
+    return (blocks + multiprocessors - 1) / multiprocessors * tile_rows;
+  };
+  return 9 * end(kSm90MostTileRows) <= 10 * end(kSm90TileRows) ? kSm90MostTileRows : kSm90TileRows;
+}
 
 // Asynchronous copies take chunks of 16 bytes, which must not straddle rows.
 static inline bool aligned(const void* base, const Strides& s, int64_t width) {
@@ -108,9 +131,9 @@ static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int6
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112 + table;
   if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table + kUnitBytes;
   if (kernel == ForwardKernel::kSm90) {
-    const int64_t keys = width <= 192 ? 128 : 64, values = width == 192 ? 128 : width;
+    const int64_t keys = forward_keys_sm90(width), values = width == 192 ? 128 : width;
     const int64_t operands = (tile_rows * width + 2 * keys * (width + values)) * 2, end = tile_rows * (values + 10) * 4;
-    return ((operands > end ? operands : end) + table + kUnitBytes + 80 + 1023) / 1024 * 1024;
+    return ((operands > end ? operands : end) + table + kUnitBytes + 96 + 1023) / 1024 * 1024;
   }
   const int64_t keys = width <= 128 ? 64 : 32, end = tile_rows * (width + 10) * 4;
   const int64_t operands = (tile_rows + 2 * keys) * width * 2;
@@ -149,8 +172,8 @@ static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const D
                 0};
   tile.tile_rows = latent && (sm90 || !few) ? kLatentTileRows
                    : few                    ? kDecodeTileRows
-                   : sm90                   ? kSm90TileRows
-                                            : prefill_rows(tile.width, plain);
+                   : sm90 ? forward_rows_sm90(tile.width, plain, rows, p.batch * p.num_kv_heads, device.multiprocessors)
+                          : prefill_rows(tile.width, plain);
   const auto fits = [&] { return shared_bytes(tile.kernel, tile.tile_rows, tile.width) <= device.shared_bytes; };
   if (!fits() && latent) tile.tile_rows = kDecodeTileRows;
   if (!fits() && tile.kernel == ForwardKernel::kDecode)  // it holds 64 keys at once, and prefill half of them
@@ -206,10 +229,16 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles * plan.column_blocks;
   plan.parts = parts_of_keys(blocks, at_once, p.kv_len);
   plan.blocks = blocks * plan.parts;
-  plan.section = heads_of_section(has_ranges(p), heads * plan.parts,
-                                  p.kv_len * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
   if (plan.parts > 1)
     plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? 8 : 4);
+  const bool stores_mask = plan.kernel == ForwardKernel::kSm90 && is_masked(p);
+  if (stores_mask) {
+    plan.mask = plan_mask(p, plan.tiles, forward_keys_sm90(plan.width), plan.workspace_bytes);
+    plan.workspace_bytes = mask_end(plan.mask);
+  }
+  // Causality may come as a mask.
+  plan.section = heads_of_section(has_ranges(p) || stores_mask, heads * plan.parts,
+                                  p.kv_len * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
   return plan;
 }
 

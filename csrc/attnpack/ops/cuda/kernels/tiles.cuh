@@ -216,7 +216,7 @@ ATTNPACK_DEVICE void apply_score_rules(const AttentionParams& p, int64_t b, cons
 
 // Which calls a kernel takes. The rules of a score need registers that sums could have, so calls without any have
 // kernels of their own.
-enum class Scores { kAny, kPlain };  // kPlain: is_plain
+enum class Scores { kAny, kPlain, kMasked };  // kPlain: is_plain; kMasked: is_masked, by bits (mask_bits.cuh)
 
 // Turns products into scores without the factor `multiplier`; excluded keys become -inf. s: `Blocks` fragments of 8
 // keys from `begin` on.
@@ -249,7 +249,7 @@ ATTNPACK_DEVICE float row_sum(float x) {
 
 template <Scores Kind = Scores::kAny>
 ATTNPACK_DEVICE float multiplier_of(const AttentionParams& p) {
-  return Kind == Scores::kPlain || only_scaled(p) ? static_cast<float>(p.scale) * kLog2E : kLog2E;
+  return Kind != Scores::kAny || only_scaled(p) ? static_cast<float>(p.scale) * kLog2E : kLog2E;
 }
 // The maximum of a row, or 0 where all its keys are excluded: any finite number would do.
 ATTNPACK_DEVICE float finite_max(float max) { return max == -infinity<float>() ? 0.f : max; }
@@ -266,8 +266,8 @@ ATTNPACK_DEVICE float raise_row(float multiplier, float (&s)[Blocks][4], int h, 
   for (int j = 0; j < Blocks; ++j)
 #pragma unroll
     for (int i = 2 * h; i < 2 * h + 2; ++i) {
-      s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
-                                                    : (s[j][i] - base) * multiplier);
+      s[j][i] =
+          power_of_two(Kind != Scores::kAny ? s[j][i] * multiplier - base * multiplier : (s[j][i] - base) * multiplier);
       more += s[j][i];
     }
   sum = sum * factor + more;

@@ -12,8 +12,9 @@ bool has_sm90_image() {
 }
 
 const char* forward_sm90(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
-  return is_plain(p) ? launch_forward_sm90<Scores::kPlain>(p, plan, workspace, device, stream)
-                     : forward_rules_sm90(p, plan, workspace, device, stream);
+  return is_plain(p)    ? launch_forward_sm90<Scores::kPlain>(p, plan, workspace, device, stream)
+         : is_masked(p) ? forward_masked_sm90(p, plan, workspace, device, stream)
+                        : forward_rules_sm90(p, plan, workspace, device, stream);
 }
 
 }  // namespace attnpack::cuda

@@ -122,12 +122,13 @@ ATTNPACK_DEVICE bool any_in_all(bool broken, bool (&found)[Warps]) {
 // returns whether this thread wrote NaN or Inf; if any did, both run a second time, where the operands are cleaned.
 template <int Workers, int Warps, class Load, class Work>
 ATTNPACK_DEVICE void run_roles(bool (&broken)[Warps], const Load& load, const Work& work) {
+  constexpr bool kThree = Workers == 3 * kWarpgroup;  // a multiprocessor has 512 registers for a thread of each
   if (thread_id() >= Workers) {
-    release_registers<24>();
+    release_registers<kThree ? 32 : 24>();
     load(0);
     if (any_in_all(false, broken)) load(1);
   } else {
-    take_registers<240>();
+    take_registers<kThree ? 160 : 240>();
     if (any_in_all(work(0), broken)) work(1);
   }
 }
