@@ -134,9 +134,12 @@ def _chatml(prompt: str, template: str, source: str, why: ImportError) -> str:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file with a byte-level BPE vocabulary.
+    """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file.
 
-    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind or a missing file.
+    Of GGUF files it reads byte-level BPE (`tokenizer.ggml.model` "gpt2") with the rules by which Llama 3, Qwen,
+    gpt-oss, DeepSeek, Mistral, Granite and others split text, SentencePiece's BPE ("llama": Llama 2, Mistral, Phi-3,
+    Gemma 1 to 3) and "gemma4". Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of
+    another kind or a missing file.
     """
     try:
         import tokenizers  # noqa: F401
