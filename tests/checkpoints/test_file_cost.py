@@ -11,7 +11,8 @@ HOLE = 3 << 30
 
 
 def string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
 def gguf_with(*values: bytes) -> bytes:
@@ -108,6 +109,23 @@ CASES = {
     "gguf tensors": ({"model.gguf": b"GGUF" + struct.pack("<IQQ", 3, 10**8, 0)}, "tensors, where 65536", "model.gguf"),
 }
 
+
+def scored(tokens: list[str]) -> dict[str, bytes]:
+    """A vocabulary with scores, all of which are 0."""
+    values = [string("tokenizer.ggml.model") + struct.pack("<I", 8) + string("llama")]
+    values += [string("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + b"".join(map(string, tokens))]
+    values += [string("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, len(tokens)) + bytes(4 * len(tokens))]
+    return {"model.gguf": gguf_with(*values)}
+
+
+# As many ways of making tokens as are allowed, and one more token.
+RUNS = [chr(0x4E00 + i) * length for i in range(12_500) for length in range(1, 17)]
+VOCABULARIES = {
+    "a long token": (scored(["a", 10_000_000 * "b"]), "add up to 100000000000001, wants at most 50000000"),
+    "many ways": (scored([*RUNS, "ab", "a", "b"]), "in more than 1500000 ways"),
+    "most ways": (scored(RUNS), "it loads"),
+}
+
 CHILD = """
 import json, sys, time
 from pathlib import Path
@@ -115,7 +133,7 @@ found = {{}}
 for name, path in json.loads({paths!r}).items():
     started, path = time.process_time(), Path(path)
     try:
-        (attnpack.CausalLM.from_hf if path.is_dir() else attnpack.CausalLM.from_gguf)(path)
+        {load}(path)
         said = "it loads"
     except ValueError as error:
         said = str(error)
@@ -124,18 +142,27 @@ for name, path in json.loads({paths!r}).items():
 """
 
 
+def refusals(folder, cases, load):
+    """The message and the seconds of each case; cases are missing if the child was killed."""
+    paths = {}
+    for name, (files, _, *hole) in cases.items():
+        paths[name] = str(lies.write(files, folder / name))
+        if any(hole):
+            with (folder / name / hole[0]).open("ab") as file:
+                file.truncate(HOLE)
+    ended = run_limited(CHILD.format(paths=json.dumps(paths), load=load), seconds=60)
+    return paths, json.loads((ended.stdout.splitlines() or ["{}"])[-1]), ended.stderr
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The message and the seconds of each case; cases are missing if the child was killed."""
-    folder = tmp_path_factory.mktemp("files")
-    paths = {}
-    for name, (files, _, hole) in CASES.items():
-        paths[name] = str(lies.write(files, folder / name))
-        if hole:
-            with (folder / name / hole).open("ab") as file:
-                file.truncate(HOLE)
-    ended = run_limited(CHILD.format(paths=json.dumps(paths)), seconds=60)
-    return paths, json.loads((ended.stdout.splitlines() or ["{}"])[-1]), ended.stderr
+    load = "(attnpack.CausalLM.from_hf if path.is_dir() else attnpack.CausalLM.from_gguf)"
+    return refusals(tmp_path_factory.mktemp("files"), CASES, load)
+
+
+@pytest.fixture(scope="module")
+def found_vocabularies(tmp_path_factory):
+    return refusals(tmp_path_factory.mktemp("vocabularies"), VOCABULARIES, "attnpack.checkpoints.load_tokenizer")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,6 +172,15 @@ def test_what_asks_for_much_is_refused_for_little(name, found):
     said, seconds = answers[name]
     assert said.startswith(paths[name]) and CASES[name][1] in said and "MemoryError" not in said, said
     assert seconds < (2 if name == "gguf layers and tensors" else 10)
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_what_vocabularies_ask_for(name, found_vocabularies):
+    paths, answers, stderr = found_vocabularies
+    assert name in answers, f"the process was killed at this case or before: {stderr[-500:]}"
+    said, seconds = answers[name]
+    assert said.startswith((paths[name], "it loads")) and VOCABULARIES[name][1] in said, said
+    assert seconds < 10
 
 
 def test_largest_vocabularies_are_below_the_limits():

@@ -68,7 +68,7 @@ def work(seed: int, seconds: float) -> None:
     from fuzz import lies
 
     with tempfile.TemporaryDirectory() as folder:
-        for name, files in enumerate((lies.whole_hf(False), lies.whole_hf(True), lies.whole_gguf())):
+        for name, files in enumerate(_undamaged()):
             path = lies.write(files, Path(folder) / str(name))
             (
                 load(path),
@@ -90,6 +90,12 @@ def work(seed: int, seconds: float) -> None:
             seed += 1
             if time.monotonic() >= end:
                 return
+
+
+def _undamaged() -> list[dict[str, bytes]]:
+    from fuzz import lies
+
+    return [lies.whole_hf(False), lies.whole_hf(True), lies.whole_gguf(), lies.whole_gguf("llama")]
 
 
 def check_file(path: Path) -> str | None:

@@ -108,8 +108,8 @@ def whole_hf(shards: bool) -> Files:
 
 
 @functools.cache
-def whole_gguf() -> Files:
-    """The same as a GGUF file."""
+def whole_gguf(vocabulary: str = "gpt2") -> Files:
+    """The same as a GGUF file, with a vocabulary of that kind."""
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
@@ -122,10 +122,14 @@ def whole_gguf() -> Files:
         writer.add_head_count_kv(SIZES["num_key_value_heads"])
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_custom_alignment(32)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_model(vocabulary)
         writer.add_token_list(_letters())
-        writer.add_token_merges(["( )"])
+        if vocabulary == "gpt2":
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_merges(["( )"])
+        else:
+            writer.add_token_scores([float(-i) for i in range(len(_letters()))])
+            writer.add_unk_token_id(0)
         writer.add_token_types([1] * 30 + [3, 3])
         writer.add_bos_token_id(30)
         writer.add_eos_token_id(31)
@@ -240,7 +244,8 @@ def _liars(name: str) -> list[Callable[[bytes, random.Random], bytes]]:
 def write_lie(seed: int, folder: Path) -> Path:
     """Writes a checkpoint with one to three damages into the new `folder`. Returns the path to load."""
     draw = random.Random(seed)
-    whole = draw.choice([whole_gguf, lambda: whole_hf(False), lambda: whole_hf(True)])()
+    kinds = [whole_gguf, lambda: whole_gguf("llama"), lambda: whole_hf(False), lambda: whole_hf(True)]
+    whole = draw.choice(kinds)()
     files = dict(whole)
     for _ in range(draw.choice([1, 1, 2, 3])):
         name = draw.choice(list(files))

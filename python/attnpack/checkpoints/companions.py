@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .gguf import GgufCheckpoint
+from .gguf_stops import gguf_stop_tokens
 from .hf_directory import HfCheckpoint
 from .strict_json import read_json
-from .tokenizer import gguf_stop_tokens, load_tokenizer
+from .tokenizer import load_tokenizer
 from .writer import write_json, write_text
 
 # Files that are copied unchanged if the source has them.

@@ -13,22 +13,13 @@ from ..errors import wrong_kind
 from ..file_errors import excerpt, naming
 from .added_tokens import add_tokens
 from .chat_template import LONGEST_TEMPLATE, render_chat
-from .gguf_file import GgufFile
+from .gguf_tokenizer import read_gguf_tokenizer
 from .strict_json import LONGEST, check_values, read_bounded, read_json
 
 # The system message of SmolLM2's own chat template (tokenizer.chat_template in its GGUF file).
 _SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-# Qwen2's split: contractions, words with one leading non-letter, single digits, punctuation, line ends, spaces.
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _MOST_GROWTH = 100  # times that a file's rules may make a text longer
 _MOST_ADDED = 10_000  # characters or tokens that they may add to any text
-_KNOWN_PRE = "gpt-2, smollm and qwen2"  # tokenizer.ggml.pre, by llama.cpp's names
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-# The rule of an architecture's own models, for files that name none. Models of all makers are called llama.
-_ARCHITECTURE_PRE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 
 
 class Tokenizer:
@@ -143,9 +134,12 @@ def _chatml(prompt: str, template: str, source: str, why: ImportError) -> str:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file with a byte-level BPE vocabulary.
+    """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file.
 
-    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind or a missing file.
+    Of GGUF files it reads byte-level BPE (`tokenizer.ggml.model` "gpt2") with the rules by which Llama 3, Qwen,
+    gpt-oss, DeepSeek, Mistral, Granite and others split text, SentencePiece's BPE ("llama": Llama 2, Mistral, Phi-3,
+    Gemma 1 to 3) and "gemma4". Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of
+    another kind or a missing file.
     """
     try:
         import tokenizers  # noqa: F401
@@ -155,7 +149,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
     with naming(path, "its tokenizer cannot be read", "get the checkpoint again"):
-        tokenizer = _from_directory(path) if path.is_dir() else _from_gguf(path)
+        tokenizer = _from_directory(path) if path.is_dir() else Tokenizer(**read_gguf_tokenizer(path), source=str(path))
     _check_settings(path, tokenizer)
     return tokenizer
 
@@ -231,88 +225,3 @@ def _check_growth(name: str, parts: str, rules: Any) -> None:
         )
     if added > _MOST_ADDED:
         raise ValueError(f"its {name} adds {added} characters or tokens to a text, wants at most {_MOST_ADDED}")
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    from tokenizers import AddedToken, decoders, models, normalizers, processors
-    from tokenizers import Tokenizer as Backend
-
-    file = GgufFile(path)
-    data = file.metadata
-    kind = data.get("tokenizer.ggml.model")
-    if kind is None:
-        file.check_model()
-    if kind != "gpt2":
-        raise ValueError(f"{path}: tokenizer.ggml.model is {kind!r}; only 'gpt2' (byte-level BPE) can be built")
-    tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
-    types = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    arch = data.get("general.architecture")
-    pre = data.get("tokenizer.ggml.pre") or (_ARCHITECTURE_PRE.get(arch) if isinstance(arch, str) else None)
-    if pre is None:
-        raise ValueError(
-            f"{path}: has no tokenizer.ggml.pre, and its architecture {excerpt(repr(arch))} does not say how text is "
-            f"split; known are {_KNOWN_PRE}: convert the model again with a newer llama.cpp"
-        )
-    pre_tokenizer = _pre_tokenizer(path, pre)
-
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    for pair in pairs:  # the package would panic
-        if len(pair) != 2 or "".join(pair) not in vocabulary:
-            raise ValueError(f"{path}: merges {excerpt(repr(pair))}, which gives no token; get the file again")
-    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
-    backend.pre_tokenizer = pre_tokenizer
-    backend.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
-    )
-    backend.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
-    )
-
-    ids = {
-        f"{role}_token": data[f"tokenizer.ggml.{key}_token_id"]
-        for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
-        if f"tokenizer.ggml.{key}_token_id" in data
-    }
-    for role, i in ids.items():
-        _check_id(path, role, i, len(tokens))
-    special = {role: tokens[i] for role, i in ids.items()}
-    if data.get("tokenizer.ggml.add_bos_token") and "bos_token" in ids:
-        bos = special["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, ids["bos_token"])]
-        )
-    stop_tokens = gguf_stop_tokens(path, data)
-    template = data.get("tokenizer.chat_template")
-    return Tokenizer(backend, stop_tokens=stop_tokens, chat_template=template, special=special, source=str(path))
-
-
-def gguf_stop_tokens(path: Path, data: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that end a text, a turn (eot) or a message (eom), each once. All of them end an answer."""
-    keys = {key: f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")}
-    ids = {f"{key}_token": data[name] for key, name in keys.items() if name in data}
-    for role, i in ids.items():
-        _check_id(path, role, i, len(data["tokenizer.ggml.tokens"]))
-    return tuple(dict.fromkeys(ids.values()))
-
-
-def _check_id(path: Path, role: str, i: Any, count: int) -> None:
-    if type(i) is not int or not 0 <= i < count:
-        raise ValueError(f"{path}: the {role}_id is {excerpt(repr(i))}, wants an int below {count}")
-
-
-def _pre_tokenizer(path: Path, pre: str) -> Any:
-    """The rule that splits text before the merges, by tokenizer.ggml.pre (llama.cpp's names)."""
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
-    if pre == "gpt-2":
-        return ByteLevel(add_prefix_space=False)
-    if pre == "smollm":  # SmolLM2 was trained on single digits
-        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    if pre == "qwen2":
-        return Sequence([Split(Regex(_QWEN2_SPLIT), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}; known are {_KNOWN_PRE}")
