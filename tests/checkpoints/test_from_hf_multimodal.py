@@ -1,5 +1,6 @@
 """from_hf of models with pictures or sound: their language model, in both languages and in both layouts of names."""
 
+import copy
 import json
 
 import attnpack
@@ -38,10 +39,11 @@ def model_of(name):
     """A tiny random model of transformers, which sees as well as it reads."""
     kind, family, vision = MODELS[name]
     if family == "mistral":
-        text = CONFIGS[family]
+        text = copy.deepcopy(CONFIGS[family])
     else:
         row = (FAMILIES | HYBRIDS)[family]
-        text = getattr(transformers, row.config)(**row.theirs | {"pad_token_id": 0})  # Gemma 4 wants one
+        settings = copy.deepcopy(row.theirs) | {"pad_token_id": 0}  # Gemma 4 wants one
+        text = getattr(transformers, row.config)(**settings)
     config = getattr(transformers, f"{kind}Config")(
         text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=text.tie_word_embeddings
     )
