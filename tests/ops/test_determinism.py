@@ -97,6 +97,22 @@ def test_long_ranges_of_keys_change_no_bit(heads, capacity):
                 assert torch.equal(alone, together[b : b + 1]), (count, b)
 
 
+@pytest.mark.parametrize("heads, q_len", [((6, 6), 97), ((6, 6), 132), ((6, 3), 66), ((6, 2), 45)])
+@pytest.mark.parametrize("settings", [{}, {"causal": True, "q_offset": 40}, {"window": (50, 9), "sinks": True}])
+def test_a_head_in_one_tile_has_the_bits_of_one_in_two(heads, q_len, settings):
+    """Where heads fill all threads, a unit is a whole head of up to 132 rows. Otherwise tiles have at most 96 rows."""
+    if "sinks" in settings:
+        settings = settings | {"sinks": torch.linspace(-1, 1, heads[0])}
+    for dtype in DTYPES:
+        query, key, value = (draw(2, n, length, 20, seed=n).to(dtype) for n, length in
+                             zip((heads[0], heads[1], heads[1]), (q_len, 140, 140), strict=True))  # fmt: skip
+        with threads(1):
+            whole = attention(query, key, value, **settings, return_lse=True)
+        with threads(4):
+            halves = attention(query, key, value, **settings, return_lse=True)
+        assert torch.equal(whole[0], halves[0]) and torch.equal(whole[1], halves[1]), dtype
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_gradients_and_lse_change_no_bit_of_out(lengths):
     for dtype in DTYPES:

@@ -98,6 +98,12 @@ inline int64_t tiles_of_unit(const AttentionParams& p, const Tiling& t, int64_t 
   return best;
 }
 
+// Whether a unit of prefill is a whole head of one tile. Its rows fill register tiles better than those of two tiles,
+// but half as many units may leave threads without work.
+inline bool takes_whole_heads(const Tiling& t, int64_t calls, int64_t threads) {
+  return t.rows <= kWholeHeadRows && calls * t.kv_heads >= 4 * threads;
+}
+
 // The tiles of rows, the last first: with causality they are the longest. The tiles of a head share its packed keys.
 template <class ForEach>
 void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
@@ -106,10 +112,11 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   constexpr size_t kHeader = 64;
   // Asked once, as in run_ranges.
   const int64_t threads = std::max<int64_t>(for_each.count(), 1);
-  const auto tiles_of = [&](size_t call, const Tiling& t) {
-    return tiles_of_unit(calls[call], t, static_cast<int64_t>(calls.size()), threads);
+  const auto rows_of_unit = [&](size_t call, const Tiling& t) {
+    if (takes_whole_heads(t, static_cast<int64_t>(calls.size()), threads)) return kWholeHeadRows;
+    return tiles_of_unit(calls[call], t, static_cast<int64_t>(calls.size()), threads) * kTileQueryRows;
   };
-  const auto units_of_head = [](const Tiling& t, int64_t tiles) { return (t.tiles + tiles - 1) / tiles; };
+  const auto units_of_head = [](const Tiling& t, int64_t rows) { return (t.rows + rows - 1) / rows; };
   double work = 0;
   size_t scratch_bytes = 0;
   const Counts units(calls.size(), [&](size_t i) {
@@ -117,14 +124,14 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     if (path_of(calls[i], t) == Path::kStreamed) return int64_t{0};
     work += t.work;
     scratch_bytes = std::max(scratch_bytes, kernels.prefill_scratch(calls[i]));
-    return t.kv_heads * units_of_head(t, tiles_of(i, t));
+    return t.kv_heads * units_of_head(t, rows_of_unit(i, t));
   });
   if (units.total() == 0) return;
   for_each(Order::kNeighbours, units.total(), work, kHeader + scratch_bytes, [&](int64_t unit, void* scratch) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
     const Tiling t = tile_rows(p);
-    const int64_t tiles = tiles_of(call, t), of_head = units_of_head(t, tiles), step = tiles * kTileQueryRows;
+    const int64_t step = rows_of_unit(call, t), of_head = units_of_head(t, step);
     const int64_t b = index / of_head / p.num_kv_heads, kv_head = index / of_head % p.num_kv_heads;
     if (streams_keys(p, t, b)) return;
     void* const memory = static_cast<char*>(scratch) + kHeader;
@@ -140,10 +147,7 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
 // The most ranges of keys that a sequence of the call has. Shorter sequences end with empty ranges.
 inline int64_t most_ranges(const AttentionParams& p) {
   int64_t ranges = 1;
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t seen = count_seen(p, b), keys = range_keys(p, seen);
-    ranges = std::max(ranges, (seen + keys - 1) / keys);
-  }
+  for (int64_t b = 0; b < p.batch; ++b) ranges = std::max(ranges, key_ranges(p, count_seen(p, b)));
   return ranges;
 }
 
@@ -209,12 +213,14 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const Tiling t = tile_rows(p);
     if (!streams_keys(p, t, b)) return;
     const Range kv_heads{first, std::min(first + heads, p.num_kv_heads)};
-    const int64_t keys = range_keys(p, count_seen(p, b)), begin = seen_keys(p, b).begin + range * keys;
+    const int64_t seen = count_seen(p, b), own_ranges = key_ranges(p, seen), first_key = seen_keys(p, b).begin;
+    const Range keys{first_key + range_begin(seen, own_ranges, range),
+                     first_key + range_begin(seen, own_ranges, range + 1)};
     void* results[kHeadsInTurn];
     for (int64_t h = kv_heads.begin; h < kv_heads.end; ++h)
       results[h - first] = ranges == 1 ? static_cast<char*>(scratch) + decode_bytes + (h - first) * t.rows * row_bytes
                                        : partial(call, ranges, b * p.num_kv_heads + h, range);
-    kernels.decode(p, b, kv_heads, {begin, std::min(begin + keys, p.kv_len)}, results, scratch);
+    kernels.decode(p, b, kv_heads, keys, results, scratch);
     for (int64_t h = kv_heads.begin; ranges == 1 && h < kv_heads.end; ++h)
       kernels.merge(p, b, h, {0, group_size(p, h) * p.q_len}, results[h - first], 1);
   };

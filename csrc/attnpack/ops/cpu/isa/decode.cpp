@@ -358,10 +358,7 @@ class DecodeRange {
   // pages are packed.
   template <class Rows>
   bool reads_keys_in_place() const {
-    const auto whole = [](int64_t n) { return n % Operands::kStep == 0; };
-    const Strides& s = p_.key_strides;
-    return sizeof(S) * Operands::kStep == sizeof(E) && reinterpret_cast<uintptr_t>(p_.key) % sizeof(E) == 0 &&
-           whole(p_.head_dim) && whole(s.batch) && whole(s.head) && whole(s.row) &&
+    return are_elements<Operands, S>(p_.key, p_.key_strides, p_.head_dim) &&
            !(Rows::kListed && p_.page_size < kLeastRun);
   }
 

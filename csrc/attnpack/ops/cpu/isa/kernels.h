@@ -74,9 +74,11 @@ struct Kernels {
 
 // How work is cut. This depends only on the shapes of one sequence.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
-constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; packing the keys would cost more
-constexpr int64_t kShortKeys = 512;     // most keys that are packed for fewer rows: for more than kShortRows,
-constexpr int64_t kShortRows = 48;      // or for more than kFewKeysRows if there are at most kFewKeys keys
+constexpr int64_t kWholeHeadRows =
+    132;                              // most rows of a kv head that are one prefill tile where heads fill all threads
+constexpr int64_t kDecodeRows = 192;  // most rows of a kv head that stream the keys; packing the keys would cost more
+constexpr int64_t kShortKeys = 512;   // most keys that are packed for fewer rows: for more than kShortRows,
+constexpr int64_t kShortRows = 48;    // or for more than kFewKeysRows if there are at most kFewKeys keys
 constexpr int64_t kFewKeys = 32, kFewKeysRows = 4;
 constexpr int64_t kShortWidth = 256;   // and for heads of at most this head_dim + v_head_dim
 constexpr int64_t kMergedRows = 8;     // rows whose partial results one unit joins
@@ -87,13 +89,21 @@ constexpr int64_t kPackedKeys = 8192;  // most keys of a head that stay packed i
 constexpr int64_t kTilesTogether = 8, kKeysOfOneTile = 4096;
 inline int64_t most_tiles_together(const AttentionParams& p) { return p.kv_len > kKeysOfOneTile ? kTilesTogether : 1; }
 
-// How many keys one decode unit streams of a sequence that sees `keys` keys (seen_keys). Ranges are long, because the
-// first range of a thread begins with reads that nothing has prefetched. But a long sequence has at least some 64
-// ranges in all its kv heads together.
-inline int64_t range_keys(const AttentionParams& p, int64_t keys) {
+// Into how many ranges the keys of a sequence are cut that sees `keys` keys (seen_keys); a decode unit streams one.
+// Ranges are long, because the first range of a thread begins with reads that nothing has prefetched. But a long
+// sequence has at least some 64 ranges in all its kv heads together, and more than two ranges are so many that 2 or 4
+// threads get as many each.
+inline int64_t key_ranges(const AttentionParams& p, int64_t keys) {
   const int64_t kv_heads = p.selected.given ? p.selected.num_kv_heads : p.num_kv_heads;
-  const int64_t share = kv_heads * keys / 64 / 512 * 512;
-  return share < 512 ? 512 : share < 2048 ? share : 2048;
+  const int64_t share = kv_heads * keys / 64 / 512 * 512, most = share < 512 ? 512 : share < 2048 ? share : 2048;
+  int64_t ranges = keys > most ? (keys + most - 1) / most : 1;
+  while (ranges > 2 && kv_heads * ranges % 4 != 0) ++ranges;
+  return ranges;
+}
+// Where range number `range` of these begins, if the keys begin at 0. Ranges have about the same length.
+constexpr int64_t kRangeStep = 64;
+inline int64_t range_begin(int64_t keys, int64_t ranges, int64_t range) {
+  return range < ranges ? (keys + kRangeStep - 1) / kRangeStep * range / ranges * kRangeStep : keys;
 }
 
 // How many kv heads may read the same range of keys in turn: several if their rows lie side by side, as in packed keys

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include <attnpack/ops/cpu/isa/math.h>
 #include <attnpack/ops/cpu/isa/rows.h>
 
@@ -117,6 +119,54 @@ inline void register_tile(Operand<E> a, const B& b, T* c, int64_t ldc, int64_t d
     }
 }
 
+// The longest chain of sums where short ones are wanted.
+constexpr int64_t kShortChain = 8;
+
+// sum = the products of the terms [k, k + depth), where `depth` is at most a short chain.
+template <class T, class E, int Rows, int Vectors, class B>
+[[gnu::always_inline]] inline void sum_chain(Vec<T> (&sum)[Rows][Vectors], Operand<E> a, const B& b, int64_t k,
+                                             int64_t depth) {
+  clear(sum);
+#pragma GCC unroll 8
+  for (int64_t end = k + depth; k < end; ++k) {
+    Vec<E> right[Vectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) right[v] = load<E>(b[k] + v * kLanes<T>);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v)
+        sum[r][v] = Product<T, E>::add(sum[r][v], a.data[r * a.row + k * a.column], right[v]);
+  }
+}
+
+// A register tile of short chains, whose sums are added up in registers. The bits are those of register_tile on the
+// chains one after the other, which would store C and load it again after each of them.
+template <class T, class E, int Rows, int Vectors, class B>
+inline void chained_tile(Operand<E> a, const B& b, T* c, int64_t ldc, int64_t depth) {
+  Vec<T> total[Rows][Vectors], sum[Rows][Vectors];
+  const auto add_sum = [&] {
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) total[r][v] += sum[r][v];
+  };
+  int64_t k = depth < kShortChain ? depth : kShortChain;
+  sum_chain<T, E>(total, a, b, 0, k);
+  for (; k + kShortChain <= depth; k += kShortChain) {
+    sum_chain<T, E>(sum, a, b, k, kShortChain);
+    add_sum();
+  }
+  if (k < depth) {
+    sum_chain<T, E>(sum, a, b, k, depth - k);
+    add_sum();
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, total[r][v]);
+}
+
 // Is called after each register tile, for work that should not come in one burst. This one does none.
 struct Nothing {
   void operator()() const {}
@@ -151,6 +201,22 @@ inline void all_rows(int64_t rows, Operand<E> a, const B& b, T* c, int64_t ldc, 
   row_tiles<T, E, 1, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate, between);
 }
 
+// C = A B in short chains.
+template <class T, class E, int Vectors, class B, class Between>
+inline void chained_rows(int64_t rows, Operand<E> a, const B& b, T* c, int64_t ldc, int64_t depth,
+                         const Between& between) {
+  constexpr int kRows = (kRegisters == 32 ? 4 : 3) * (kTileVectors / Vectors);  // sums and totals fill the registers
+  int64_t r = 0;
+  const auto take = [&](auto some) {
+    for (; r + some <= rows; r += some) {
+      chained_tile<T, E, some, Vectors>({a.data + r * a.row, a.row, a.column}, b, c + r * ldc, ldc, depth);
+      between();
+    }
+  };
+  take(std::integral_constant<int, kRows>());
+  take(std::integral_constant<int, 1>());
+}
+
 template <class T, class E, SideWork side_work, class B, class Between>
 void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b, T* c, int64_t ldc, bool accumulate,
           int64_t chain, const Between& between) {
@@ -158,6 +224,15 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b
   if (depth == 0 && !accumulate)
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t n = 0; n < columns; ++n) c[r * ldc + n] = 0;
+  if constexpr (side_work == SideWork::kNothing)
+    if (chain == kShortChain && !accumulate && depth > 0) {
+      for (int64_t n = 0; n < columns; n += kPanel<T>)
+        if (columns - n > kLanes<T>)
+          chained_rows<T, E, kTileVectors>(rows, a, b.part(0, n), c + n, ldc, depth, between);
+        else
+          chained_rows<T, E, 1>(rows, a, b.part(0, n), c + n, ldc, depth, between);
+      return;
+    }
   for (int64_t n = 0; n < columns; n += kPanel<T>)
     for (int64_t k = 0; k < depth; k += chain) {
       const Operand<E> left{a.data + k * a.column, a.row, a.column, n == 0 && k >= a.fetched_from ? a.ahead : 0};
@@ -205,12 +280,73 @@ constexpr int64_t rows_read(int64_t rows) {
   return kLanes<A> < 4 ? kLanes<A> : (rows + 3) / 4 * 4;
 }
 
+// The lanes of 16 bytes of two vectors: (Odd 0) those with even numbers of a, then those of b; (Odd 1) the odd ones.
+template <int Odd>
+struct EverySecondLane {
+  static constexpr int lane(int p) { return (2 * (p / 4) + Odd) * 4 + p % 4; }
+};
+// Groups of 4 lanes: the first (Half 0) or second pairs of Width lanes of a and b, in turn.
+template <int Lanes, int Width, int Half>
+struct PairsInTurn {
+  static constexpr int lane(int p) {
+    const int in = p % 4;
+    return (in / Width % 2 ? Lanes : 0) + p / 4 * 4 + Half * 2 + (Width == 2 ? in % 2 : in / 2);
+  }
+};
+
+// Transposes kLanes vectors of 4-byte elements: x[c][r] becomes x[r][c].
+template <class T>
+inline void transpose_vectors(Vec<T>* x) {
+  constexpr int kAll = kLanes<T>;
+  constexpr auto kPlaces = std::make_integer_sequence<int, kAll>{};
+  // The 4 x 4 elements where 4 vectors have the same 16 bytes.
+#pragma GCC unroll 4
+  for (int i = 0; i < kAll; i += 4) {
+    const Vec<T> low = shuffle_by<T, PairsInTurn<kAll, 1, 0>>(x[i], x[i + 1], kPlaces),
+                 high = shuffle_by<T, PairsInTurn<kAll, 1, 1>>(x[i], x[i + 1], kPlaces),
+                 next_low = shuffle_by<T, PairsInTurn<kAll, 1, 0>>(x[i + 2], x[i + 3], kPlaces),
+                 next_high = shuffle_by<T, PairsInTurn<kAll, 1, 1>>(x[i + 2], x[i + 3], kPlaces);
+    x[i] = shuffle_by<T, PairsInTurn<kAll, 2, 0>>(low, next_low, kPlaces);
+    x[i + 1] = shuffle_by<T, PairsInTurn<kAll, 2, 1>>(low, next_low, kPlaces);
+    x[i + 2] = shuffle_by<T, PairsInTurn<kAll, 2, 0>>(high, next_high, kPlaces);
+    x[i + 3] = shuffle_by<T, PairsInTurn<kAll, 2, 1>>(high, next_high, kPlaces);
+  }
+  // Then the pieces of 16 bytes.
+#pragma GCC unroll 2
+  for (int step = 4; step < kAll; step *= 2) {
+    Vec<T> y[kAll];
+#pragma GCC unroll 16
+    for (int i = 0; i < kAll; ++i) {
+      // The pairs are neighbours among the groups of 4 vectors; results with even pieces come first.
+      const int group = i / 4, c = i % 4, half = kAll / 8, from = group % half * 2 * 4 + c;
+      y[i] = group < half ? shuffle_by<T, EverySecondLane<0>>(x[from], x[from + 4], kPlaces)
+                          : shuffle_by<T, EverySecondLane<1>>(x[from], x[from + 4], kPlaces);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kAll; ++i) x[i] = y[i];
+  }
+}
+
 // to[c * ld + r] = block[r * kLanes + c] for `width` columns and kLanes rows, in pieces of 4 x 4. Rows that are not
 // read are zero.
 template <class A>
 inline void transpose_block(const A* block, int64_t rows, int64_t width, A* to, int64_t ld) {
   constexpr int64_t kBlock = kLanes<A>;
   const int64_t filled = rows_read<A>(rows);
+  if constexpr (sizeof(A) == 4)
+    if (filled == kBlock) {
+      Vec<A> x[kBlock];
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) x[i] = load<A>(block + i * kBlock);
+      transpose_vectors<A>(x);
+      if (width == kBlock) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kBlock; ++i) store<A>(to + i * ld, x[i]);
+      } else {
+        for (int64_t i = 0; i < width; ++i) store<A>(to + i * ld, x[i]);
+      }
+      return;
+    }
   int64_t c = 0;
   if (filled < kBlock)
     for (int64_t i = 0; i < width; ++i) store<A>(to + i * ld, Vec<A>{});

@@ -89,6 +89,15 @@ using OperandsOf = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat1
 template <class Operands>
 constexpr bool kRounds = Operands::kStep > 1;
 
+// Whether rows of `columns` numbers at `base` are rows of elements, which products can read where they are.
+template <class Operands, class S>
+inline bool are_elements(const void* base, const Strides& s, int64_t columns) {
+  using E = typename Operands::Element;
+  const auto whole = [](int64_t n) { return n % Operands::kStep == 0; };
+  return sizeof(S) * Operands::kStep == sizeof(E) && reinterpret_cast<uintptr_t>(base) % sizeof(E) == 0 &&
+         whole(columns) && whole(s.batch) && whole(s.head) && whole(s.row);
+}
+
 // How many elements n numbers take.
 template <class Operands>
 constexpr int64_t steps(int64_t n) {
@@ -99,7 +108,7 @@ constexpr int64_t steps(int64_t n) {
 // cost little. Padding does not count.
 inline int64_t score_chain(const AttentionParams& p, int64_t b) {
   const Range keys = seen_keys(p, b);
-  return keys.end - keys.begin <= 32 ? 8 : kDepth;
+  return keys.end - keys.begin <= 32 ? kShortChain : kDepth;
 }
 
 // The weights that multiply the values, in rows of ld elements: the results of the softmax, or those rounded to pairs.
@@ -138,6 +147,20 @@ inline A divisor(const AttentionParams& p, const RowState<A>& state, const Weigh
   if constexpr (kRounds<Operands>)
     if (p.dropout_p == 0) return fold_lanes<A>(load<A>(state.out + r * state.out_ld + weights.sums), Add());
   return state.sum[r];
+}
+
+// The same for rows [first, first + rows), at most kSoftmaxRows of them.
+template <class Operands, class A>
+inline void divisors(const AttentionParams& p, const RowState<A>& state, const Weights<Operands>& weights,
+                     int64_t first, int64_t rows, A* to) {
+  if (!kRounds<Operands> || p.dropout_p > 0) {
+    for (int64_t r = 0; r < rows; ++r) to[r] = divisor(p, state, weights, first + r);
+    return;
+  }
+  Vec<A> sums[kSoftmaxRows<A>];
+  for (int64_t r = 0; r < kSoftmaxRows<A>; ++r)
+    sums[r] = r < rows ? load<A>(state.out + (first + r) * state.out_ld + weights.sums) : Vec<A>{};
+  fold_each<A, kSoftmaxRows<A>>(sums, to, Add());
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -16,7 +16,7 @@ int64_t block_keys(const AttentionParams& p) {
 template <class E, class A>
 struct PrefillTile {
   RowTile rows;
-  E* query;
+  Operand<E> query;
   RowState<A> state;
 };
 
@@ -36,15 +36,16 @@ struct PrefillScratch {
     block_steps = steps<Operands>(block);
     value_width = padded<A>(p.v_head_dim);
     out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
-    query = arena.take<E>(tiles * kTileQueryRows * key_steps);
-    scores = arena.take<A>(kTileQueryRows * block);
-    out = arena.take<A>(tiles * kTileQueryRows * out_ld);
+    const int64_t rows = larger(tiles * kTileQueryRows, kWholeHeadRows);
+    query = arena.take<E>(rows * key_steps);
+    scores = arena.take<A>(kWholeHeadRows * block);
+    out = arena.take<A>(rows * out_ld);
     max = arena.take<A>(tiles * kStateRows<A>);
     sum = arena.take<A>(tiles * kStateRows<A>);
     keys = arena.take<E>(blocks.slots() * block * key_steps);
     values = arena.take<E>(blocks.slots() * block_steps * value_width);
     if constexpr (kRounds<Operands>)
-      weights = arena.take<E>(kTileQueryRows * block_steps);
+      weights = arena.take<E>(kWholeHeadRows * block_steps);
     else
       weights = scores;
     list = arena.take<const S*>(list_length<S>(p, block));
@@ -75,11 +76,12 @@ class NextHead {
 
   void spread_over(int64_t times) { share_ = times > 0 ? (lines_ + times - 1) / times : 0; }
   void fetch_share() {
-    for (int64_t count = share_; count > 0 && part_ < parts_; --count) {
+    for (int64_t left = share_; left > 0 && part_ < parts_;) {
       const Part& part = list_[part_];
-      fetch(part.first + row_ * part.stride + column_);
-      column_ += kOfLine;
-      if (column_ < part.width) continue;
+      const S* const row = part.first + row_ * part.stride;
+      const int64_t end = smaller(part.width, column_ + left * kOfLine);
+      for (; column_ < end; column_ += kOfLine, --left) fetch(row + column_);
+      if (column_ < part.width) return;
       column_ = 0;
       if (++row_ == part.rows) row_ = 0, ++part_;
     }
@@ -93,6 +95,7 @@ class NextHead {
   };
   void add(const S* first, int64_t stride, int64_t rows, int64_t width) {
     if (rows <= 0 || width <= 0) return;
+    if (stride == width) width *= rows, rows = 1;
     list_[parts_++] = {first, stride, rows, width};
     lines_ += rows * ((width + kOfLine - 1) / kOfLine);
   }
@@ -107,8 +110,8 @@ class PrefillTiles {
   PrefillTiles(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : mask_(p, b, {0, valid_keys(p, b)}), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
-    for (int64_t r = rows.begin; r < rows.end; r += kTileQueryRows, ++count_)
-      load_rows({r, smaller(r + kTileQueryRows, rows.end)}, count_);
+    const int64_t step = rows.end - rows.begin <= kWholeHeadRows ? kWholeHeadRows : kTileQueryRows;
+    for (int64_t r = rows.begin; r < rows.end; r += step, ++count_) load_rows({r, smaller(r + step, rows.end)}, count_);
     if (rows.begin == 0) {
       next_ = NextHead<S>(p, b, kv_head);
       next_.spread_over(register_tiles(tiles_[0].rows));
@@ -121,9 +124,8 @@ class PrefillTiles {
       // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
       // terms.
       if (!all_finite(t->state.out, w_.out_ld, t->rows.count, p_.v_head_dim)) attend_keys(t, t + 1, true);
-      for (int64_t r = 0; r < t->rows.count; ++r)
-        finish_row<A, S>(p_, b_, t->rows.rows[r].head, t->rows.rows[r].query, t->state.max[r], t->state.sum[r],
-                         t->state.out + r * w_.out_ld, divisor(p_, t->state, weights_, r));
+      for (int64_t r = 0; r < t->rows.count; r += kSoftmaxRows<A>)
+        finish_rows(*t, r, smaller(kSoftmaxRows<A>, t->rows.count - r));
     }
   }
 
@@ -134,12 +136,21 @@ class PrefillTiles {
 
   void load_rows(Range rows, int64_t number) {
     Tile& tile = tiles_[number];
-    tile.query = w_.query_of(number);
     tile.state = w_.state_of(number);
     make_rows(p_, b_, kv_head_, rows, mask_.keys(), tile.rows);
+    const auto row = [&](int64_t r) {
+      return at<S>(p_.query, p_.query_strides, b_, tile.rows.rows[r].head, tile.rows.rows[r].query);
+    };
+    // Longer heads are packed, which reads row after row: nothing has prefetched them.
+    if (p_.q_len <= kWholeHeadRows && group_size(p_, kv_head_) == 1 &&
+        are_elements<Operands, S>(p_.query, p_.query_strides, p_.head_dim)) {
+      tile.query = {reinterpret_cast<const E*>(row(0)), p_.query_strides.row / Operands::kStep, 1};
+      return;
+    }
+    E* const packed = w_.query_of(number);
+    tile.query = {packed, w_.key_steps, 1};
     for (int64_t r = 0; r < tile.rows.count; ++r)
-      Operands::pack_row(at<S>(p_.query, p_.query_strides, b_, tile.rows.rows[r].head, tile.rows.rows[r].query),
-                         p_.head_dim, tile.query + r * w_.key_steps, w_.key_steps);
+      Operands::pack_row(row(r), p_.head_dim, packed + r * w_.key_steps, w_.key_steps);
   }
 
   // Takes the tiles [first, last) through the blocks of keys that they see.
@@ -161,18 +172,33 @@ class PrefillTiles {
     }
   }
 
+  void finish_rows(const Tile& tile, int64_t first, int64_t count) {
+    A divisors_of_rows[kSoftmaxRows<A>], logs[kSoftmaxRows<A>];
+    divisors(p_, tile.state, weights_, first, count, divisors_of_rows);
+    if constexpr (kLogsTogether<A>) log_each(tile.state.sum + first, count, logs);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = first + i;
+      const A sum = tile.state.sum[r];
+      finish_row<A, S>(p_, b_, tile.rows.rows[r].head, tile.rows.rows[r].query, tile.state.max[r], sum,
+                       tile.state.out + r * w_.out_ld, divisors_of_rows[i], kLogsTogether<A> ? logs[i] : log_one(sum));
+    }
+  }
+
   int64_t first_block(const Tile& tile) const { return tile.rows.keys.begin / w_.block * w_.block; }
 
   // some: of the block, which begins at key `begin`.
   void attend_block(Tile& tile, Range rows, int64_t slot, int64_t begin, Range some, bool skip_excluded,
                     bool accumulate) {
     const Panels<E> keys{w_.keys + slot * w_.block * w_.key_steps, kPanel<A>, kPanel<A> * w_.key_steps};
-    const Panels<E> values{w_.values + slot * w_.block_steps * w_.value_width, kPanel<A>, kPanel<A> * w_.block_steps};
+    Panels<E> values{w_.values + slot * w_.block_steps * w_.value_width, kPanel<A>, kPanel<A> * w_.block_steps};
+    if constexpr (std::is_same_v<E, S>)
+      if (values_in_place_)
+        values = {at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, kPanel<A>};
     const int64_t row_count = rows.end - rows.begin, count = some.end - some.begin;
     const auto fetch_next = [&] { next_.fetch_share(); };
-    gemm<A, E>(false, row_count, count, w_.key_steps, {tile.query + rows.begin * w_.key_steps, w_.key_steps, 1},
-               keys.part(0, some.begin), w_.scores + rows.begin * w_.block, w_.block, false, score_chain(p_, b_),
-               fetch_next);
+    gemm<A, E>(false, row_count, count, w_.key_steps,
+               {tile.query.data + rows.begin * tile.query.row, tile.query.row, 1}, keys.part(0, some.begin),
+               w_.scores + rows.begin * w_.block, w_.block, false, score_chain(p_, b_), fetch_next);
     compute_weights(p_, b_, tile.rows, tile.state, weights_, rows.begin, row_count, begin + some.begin, count);
     gemm<A, E>(skip_excluded, row_count, p_.v_head_dim, steps<Operands>(count),
                {w_.weights + rows.begin * w_.block_steps, w_.block_steps, 1},
@@ -195,6 +221,7 @@ class PrefillTiles {
     with_keys(p_.key, p_.key_strides, begin, count, [&](const auto& keys) {
       Operands::pack_keys(keys, count, p_.head_dim, w_.keys + slot * w_.block * w_.key_steps);
     });
+    if (values_in_place_) return;
     with_keys(p_.value, p_.value_strides, begin, count, [&](const auto& values) {
       Operands::pack_values(values, count, p_.v_head_dim, w_.values + slot * w_.block_steps * w_.value_width,
                             w_.block_steps);
@@ -216,6 +243,9 @@ class PrefillTiles {
   Arena arena_;
   PrefillScratch<S, A> w_;
   const Weights<Operands> weights_{w_.weights, w_.block_steps, w_.value_width};
+  // Whether the product reads the values where they are. More of them would take the place of others in the L1 cache.
+  const bool values_in_place_ =
+      std::is_same_v<E, S> && p_.kv_len <= kFewKeys && !p_.block_table && p_.v_head_dim == w_.value_width;
   Tile tiles_[kTilesTogether];
   int64_t count_ = 0;
   NextHead<S> next_;

@@ -11,7 +11,7 @@ constexpr int64_t kSoftmaxRows = kLanes<T> < 4 ? 4 : kLanes<T>;
 
 // How many numbers the maxima and sums of a tile hold: such rows may begin anywhere.
 template <class T>
-constexpr int64_t kStateRows = kTileQueryRows + kSoftmaxRows<T>;
+constexpr int64_t kStateRows = kWholeHeadRows + kSoftmaxRows<T>;
 
 template <class T>
 inline Vec<T> largest_score(const T* s, int64_t count) {
@@ -112,7 +112,7 @@ inline void drop_weights(const AttentionParams& p, int64_t b, const QueryRow& ro
       probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;
 }
 
-// The state of a tile of up to kTileQueryRows rows on its way through the keys. max and sum hold kStateRows numbers.
+// The state of a tile of up to kWholeHeadRows rows on its way through the keys. max and sum hold kStateRows numbers.
 template <class T>
 struct RowState {
   T *scores, *out, *max, *sum;
@@ -154,10 +154,10 @@ inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& til
 
 // out = values / divisor and lse = max + log(sum), with the head's sink included. A row without keys gives out = 0, and
 // as lse the sink, or -inf without sinks. divisor: the sum of the weights that multiplied the values, if they were
-// rounded.
+// rounded. log_of_sum: log(sum).
 template <class T, class S>
 inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query, T max, T sum, const T* values,
-                       T divisor) {
+                       T divisor, T log_of_sum) {
   S* out = at<S>(p.out, p.out_strides, b, head, query);
   T& lse = static_cast<T*>(p.lse)[(b * p.num_heads + head) * p.q_len + query];
   const T sink = p.sinks ? static_cast<T>(p.sinks[head]) : T(-kInfinity);
@@ -173,6 +173,7 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
     sum = sum * factor + exp_one<T>(sink - top);
     divisor = divisor * factor + exp_one<T>(sink - top);
     max = top;
+    log_of_sum = log_one(sum);
   }
   // A division rounds once less than a product with the inverse. In 16 bit that rounding is lost.
   const T inverse = factor / divisor;
@@ -189,12 +190,12 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
       if (!store_rounded(out + d, finished(load<T>(values + d)))) break;
 #endif
   for (; d < p.v_head_dim; ++d) store_one(out + d, finished(values[d]));
-  lse = max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
+  lse = max + log_of_sum;
 }
 template <class T, class S>
 inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query, T max, T sum,
                        const T* values) {
-  finish_row<T, S>(p, b, head, query, max, sum, values, sum);
+  finish_row<T, S>(p, b, head, query, max, sum, values, sum, log_one(sum));
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -105,20 +105,23 @@ class PackedBlocks {
 
 // Rows [begin, end) of a kv head.
 struct RowTile {
-  QueryRow rows[kTileQueryRows];
+  QueryRow rows[kWholeHeadRows];
   int64_t count;
   Range keys;  // hull of the rows' ranges
 };
 
 // allowed: the keys that a shared mask leaves.
 inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range range, Range allowed, RowTile& tile) {
-  const int64_t group = group_size(p, kv_head);
   tile.count = range.end - range.begin;
   tile.keys = {p.kv_len, 0};
+  if (range.empty()) return;
+  // Counted, not divided: short heads have few products per row.
+  const int64_t group = group_size(p, kv_head), first_head = group_head(p, kv_head, 0);
+  int64_t query = range.begin / group, member = range.begin % group;
   for (int64_t r = 0; r < tile.count; ++r) {
-    const int64_t index = range.begin + r;
-    const QueryRow& row = tile.rows[r] =
-        make_query_row(p, b, group_head(p, kv_head, index % group), index / group, allowed);
+    const int64_t head = p.group_start ? group_head(p, kv_head, member) : first_head + member;
+    const QueryRow& row = tile.rows[r] = make_query_row(p, b, head, query, allowed);
+    if (++member == group) member = 0, ++query;
     if (row.keys.empty()) continue;
     if (row.keys.begin < tile.keys.begin) tile.keys.begin = row.keys.begin;
     if (row.keys.end > tile.keys.end) tile.keys.end = row.keys.end;
