@@ -37,13 +37,13 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any]:
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: i for name, role in roles.items() if (i := token_id(path, data, role)) is not None}
 
-    backend, add_bos = _KINDS[kind](path, data, tokens)
+    backend, begins = _KINDS[kind](path, data, tokens)
     stop_tokens = gguf_stop_tokens(path, data)
     _add_tokens(backend, data, tokens, types, {tokens[i] for i in stop_tokens} & ENDS)
-    wants = {"bos": _flag(path, data, "add_bos_token", add_bos), "eos": _flag(path, data, "add_eos_token", False)}
-    _add_ends(
-        backend, {name: (tokens[ids[name]], ids[name]) for name, wanted in wants.items() if wanted and name in ids}
-    )
+    wants = {"bos": _flag(path, data, "add_bos_token", begins), "eos": _flag(path, data, "add_eos_token", False)}
+    wants["bos"] |= kind == "gemma4"  # some files deny it
+    ends = {name: ids[name] for name, wanted in wants.items() if wanted and name in ids}
+    _add_ends(backend, {name: (tokens[i], i) for name, i in ends.items()})
     return {
         "backend": backend,
         "stop_tokens": stop_tokens,
@@ -58,10 +58,11 @@ def _listed(path: Path, data: dict[str, Any], name: str, kind: type, count: int 
     wanted = f"wants a list of {what}" if count is None else f"wants a list of {count} {what}, as many as tokens"
     if key not in data:
         raise ValueError(f"{path}: has no {key}, {wanted}; convert the model again with a newer llama.cpp")
-    values = data[key]
-    kinds = (int, float) if kind is float else (kind,)
-    if not isinstance(values, list) or not all(type(value) in kinds for value in values):
-        raise ValueError(f"{path}: {key} is {excerpt(repr(values)[:200])}, {wanted}; get the file again")
+    values, kinds = data[key], (int, float) if kind is float else (kind,)
+    if not isinstance(values, list):
+        raise ValueError(f"{path}: {key} is {excerpt(repr(values))}, {wanted}; get the file again")
+    if (wrong := next((value for value in values if type(value) not in kinds), None)) is not None:
+        raise ValueError(f"{path}: {key} has {excerpt(repr(wrong))}, {wanted}; get the file again")
     if count is not None and len(values) != count:
         raise ValueError(f"{path}: {key} has {len(values)} values, {wanted}; get the file again")
     return values
