@@ -63,8 +63,8 @@ class Mutant:
             raise ValueError(f"{self.name}: its text marks no piece as «original → mistake»")
         original, mistake = marks.groups()
         is_expression = self.in_cpp and not is_statement(original)
-        if is_expression and not mistake.strip():
-            raise ValueError(f"{self.name}: its mistake is no expression: mark the whole expression, or a statement")
+        if is_expression and not (is_operand(original) and is_operand(mistake)):
+            raise ValueError(f"{self.name}: marks no expression: mark operators with their operands, or a statement")
         if is_expression and (is_list(original) or is_list(mistake)):
             raise ValueError(f"{self.name}: marks expressions with a comma between them: mark the call around them")
         before, after = self.text[: marks.start()], self.text[marks.end() :]
@@ -85,6 +85,13 @@ class Mutant:
 
 def is_statement(code: str) -> bool:
     return code.rstrip().endswith((";", "}"))
+
+
+def is_operand(code: str) -> bool:
+    """Whether code can be an expression: it is not empty, and no operator at its ends lacks an operand."""
+    no_first = r"^\s*($|[<>=%/|^?.,]|[-+*&!]=|&&|:(?!:))"
+    no_last = r"([<=*/%|^&?:!~.,]|(?<![\w>])>|(?<!\+)\+|(?<!-)-)\s*$"  # f<int>, i++ and i-- are whole
+    return re.search(f"{no_first}|{no_last}", code) is None
 
 
 def is_list(code: str) -> bool:

@@ -54,6 +54,17 @@ def test_commas_that_would_become_operators_are_refused(marked):
         mutant.find_piece(marked.replace("«", "").partition(" → ")[0] + marked.rpartition("»")[2])
 
 
+@pytest.mark.parametrize("marked", ["f(i «< → <=» n)", "f(«x += → x =» y)", "f(n« → + 1»)", "f(«n → »)"])
+def test_operators_without_operands_are_refused(marked):
+    with pytest.raises(ValueError, match="marks no expression"):
+        mutants.Mutant("operator", "csrc/a.cpp", marked, ()).find_piece("")
+
+
+def test_operators_with_operands_are_taken():
+    for code in ("i < n", "i++", "--i", "*p", "&x", "-x", "!x", "::f(x)", "f<int>", 'x == "+"', "a && !b"):
+        assert mutants.is_operand(code)
+
+
 def test_commas_in_brackets_are_taken():
     for code in ("f(a, b)", "f<int, 2>(a)", "f({a, b}, c[d])", "a < b"):
         assert not mutants.is_list(code)
