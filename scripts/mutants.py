@@ -136,7 +136,8 @@ def copy_tree(mutants: list[Mutant]) -> None:
     for file in {mutant.file for mutant in mutants if mutant.in_cpp}:
         of_file = [mutant for mutant in mutants if mutant.file == file]
         contents[file] = with_switches((ROOT / file).read_text(), of_file).encode()
-    contents["csrc/attnpack/ops/mutant.cpp"] = SWITCH_SOURCE.encode()
+    for folder in ("kernels", "ops"):  # libattnpack_kernels stands alone too, and gives no names but its own
+        contents[f"csrc/attnpack/{folder}/mutant.cpp"] = SWITCH_SOURCE.encode()
     for name, content in contents.items():
         target = COPY / name
         if not target.is_file() or target.read_bytes() != content:
