@@ -37,7 +37,7 @@ torch_folder() {
   fi
   if [ ! -d "$folder/torch" ]; then
     rm -rf "$folder"
-    python -m pip download -q --no-deps -d "$folder" "torch==$1" >&2
+    python -m pip download -q --no-deps -d "$folder" "torch==$1" >&2 || return
     parts=('torch/include/*' 'torch/version.py' 'torch/lib/lib'{torch,torch_cpu,torch_python,c10}.so
       'torch/lib/lib'{torch,torch_cpu,torch_python,c10,omp}.dylib)
     python -c 'import fnmatch, sys, zipfile
@@ -53,7 +53,7 @@ rm -rf "$work"/{built,joined,repaired,cuda}
 mkdir -p "$work/built" "$work/repaired" dist
 torches=()
 for version in "$@"; do
-  folder=$(torch_folder "$version")
+  folder=$(torch_folder "$version") || stop "no package index gives torch $version"
   torches+=("$folder")
   say "build for torch $version ($folder)"
   ATTNPACK_TORCH_DIR=$folder ATTNPACK_BUILD_DIR=$work/tree \

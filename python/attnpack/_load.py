@@ -46,11 +46,16 @@ def _find_cuda_library() -> Path:
     """Beside libattnpack in a build with CUDA, else in the package of a wheel apart."""
     beside = PREFIX / "lib" / "libattnpack_cuda.so"
     apart = importlib.util.find_spec(CUDA_PACKAGE) if CUDA_PACKAGE and not beside.exists() else None
-    return Path(apart.origin).parent / "lib" / beside.name if apart else beside
+    # A folder without __init__.py is no wheel: it has no origin.
+    return Path(apart.origin).parent / "lib" / beside.name if apart and apart.origin else beside
 
 
 CUDA_LIBRARY = _find_cuda_library()
-_AGAIN = "build it again: run `pip install .` in attnpack's source folder"
+_AGAIN = (
+    "install the wheel again: `pip install --force-reinstall --no-deps` and its file"
+    if IN_WHEEL
+    else "build it again: run `pip install .` in attnpack's source folder"
+)
 
 
 def build_record() -> dict[str, str]:
@@ -110,7 +115,8 @@ def load() -> ModuleType:
         return native
     except ImportError as error:
         reason = "" if "undefined symbol" in str(error) else f" ({error})"
-        raise ImportError(f"attnpack's native code does not fit torch {torch.__version__}{reason}: {_AGAIN}") from None
+        fault = f"does not fit torch {torch.__version__}" if not reason else "cannot be loaded"
+        raise ImportError(f"attnpack's native code {fault}{reason}: {_AGAIN}") from None
 
 
 def load_cuda() -> bool:

@@ -128,3 +128,10 @@ def test_checkpoints_are_imported_when_they_are_used():
         "print(before, 'attnpack.checkpoints' in sys.modules)"
     )
     assert run_python(script).stdout.split() == ["False", "True"]
+
+
+def test_a_folder_with_the_name_of_the_cuda_wheel_is_no_wheel(tmp_path):
+    (tmp_path / "attnpack_cu13").mkdir()
+    ready = f"import sys, torch; sys.path.append({str(tmp_path)!r}); torch.version.cuda = '13.0'"
+    ran = run_python(f"{ready}; from attnpack import _load; print(_load.CUDA_LIBRARY)")
+    assert ran.returncode == 0 and "attnpack_cu13" not in ran.stdout, ran.text
