@@ -176,7 +176,6 @@ def test_settings_of_later_issues_are_named(llama, setting):
 
 
 def test_dropout_of_training_is_left_out(llama):
-    """As released Granite models have it."""
     edit_config(llama[1], attention_dropout=0.1)
     model = attnpack.CausalLM.from_hf(llama[1])
     assert not model.training and model.attention_dropout == 0

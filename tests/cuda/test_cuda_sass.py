@@ -137,7 +137,8 @@ def test_wide_outputs_are_rescaled_between_the_products_of_a_step(compiled):
     assert outline(loop) == ["WAIT<0>", "HGMMA", "WAIT<1>", "EX2"]
     products = [i for i, (_, name, _) in enumerate(loop) if name.startswith("HGMMA")]
     between = [name for _, name, _ in loop[products[0] : products[-1]]]
-    assert between.count("FMUL") >= 120  # most of a lane's 128 numbers of 64 rows of 256
+    # A lane's numbers of 64 rows of 256; ptxas may put a few of them after the last product.
+    assert between.count("FMUL") >= 120 and sum(name == "FMUL" for _, name, _ in loop) >= 128
     assert not any(name.startswith("BAR") for name in between)  # no turns
 
 

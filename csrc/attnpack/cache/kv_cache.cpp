@@ -114,7 +114,7 @@ void KVCache::restore(CacheState state) {
 void KVCache::check_state() const {
   ATTNPACK_CHECK(tensors_.lengths.defined(), "tensors: got no lengths, want those of each sequence");
   ATTNPACK_CHECK(tensors_.key.defined() == tensors_.value.defined(),
-                 "tensors: got only one of key and value, want both", " or none");
+                 "tensors: got only one of key and value, want both or none");
 }
 
 void KVCache::take_back(const CacheBefore& before) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .kv_cache import KVCache, _native, check_lens
+from .kv_cache import KVCache, check_lens
 
 
 class CrossCache(KVCache):
@@ -23,9 +23,6 @@ class CrossCache(KVCache):
     """
 
     _kind = "CrossCache"
-
-    def __init__(self) -> None:
-        self._tensors, self._numbers = _native("new_cache")(self._kind)
 
     @property
     def filled(self) -> bool:

@@ -38,6 +38,10 @@ class KVCache:
     _places: dict[str, int]
     """Where the native cache has the tensor of each name."""
 
+    def __init__(self) -> None:
+        """An empty cache, of a class without settings."""
+        self._tensors, self._numbers = _native("new_cache")(self._kind)
+
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         if isinstance(kind := vars(cls).get("_kind"), str):
@@ -189,9 +193,6 @@ class DynamicCache(KVCache):
     """
 
     _kind = "DynamicCache"
-
-    def __init__(self) -> None:
-        self._tensors, self._numbers = _native("new_cache")(self._kind)
 
 
 class StaticCache(KVCache):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .kv_cache import KVCache, _native
+from .kv_cache import KVCache
 
 
 class RecurrentCache(KVCache):
@@ -20,9 +20,6 @@ class RecurrentCache(KVCache):
     """
 
     _kind = "RecurrentCache"
-
-    def __init__(self) -> None:
-        self._tensors, self._numbers = _native("new_cache")(self._kind)
 
     @property
     def state(self) -> Tensor | None:

@@ -333,9 +333,8 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_check_call(str kind, Tensor?[] tensors, SymInt[] numbers, Tensor x, Tensor? context) -> ()",
         from_schema<cache_check_call>);
   m.def(
-      "cache_states(str kind, Tensor(a)?[] tensors, SymInt[] numbers, SymInt batch, int[] conv_shape, int[] "
-      "state_shape) "
-      "-> Tensor(a)?[]",
+      "cache_states(str kind, Tensor(a)?[] tensors, SymInt[] numbers, SymInt batch, int[] conv_shape, "
+      "int[] state_shape) -> Tensor(a)?[]",
       from_schema<cache_states>);
   m.def("cache_advance" ATTNPACK_STATE
         ", Tensor? conv_state, Tensor? state, SymInt new_len, Tensor? new_lens" ATTNPACK_CHANGED ")",
@@ -354,8 +353,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_views(str kind, Tensor(a)?[] tensors, SymInt[] numbers) -> Tensor(a)?[]", from_schema<cache_views>);
   m.def(
       "cache_shared(str kind, Tensor(a)?[] tensors, SymInt[] numbers, Tensor x, Tensor? new_lens, int num_kv_heads, "
-      "int "
-      "head_dim, int v_head_dim) -> Tensor(a)[]",
+      "int head_dim, int v_head_dim) -> Tensor(a)[]",
       from_schema<cache_shared>);
   m.def("new_cache(str kind) -> (Tensor?[], SymInt[])", new_cache);
   m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor?[], SymInt[])", sliding_window_cache);

@@ -48,7 +48,8 @@ void refuse_unshared(const AttentionOptions& o) {
       !o.mask(), "mask: got a tensor ", o.mask()->sizes(),
       ", which is not supported over several processes; each rank would need its rows of it: use causal, window "
       "or kv_lens");
-  const auto given = texts_of(o.rules()), unset = texts_of(ScoreRules());
+  static const auto unset = texts_of(ScoreRules());
+  const auto given = texts_of(o.rules());
   for (size_t i = 0; i < given.size(); ++i) {
     const auto& [name, rule] = given[i];
     const bool shared = std::find(std::begin(kSharedRules), std::end(kSharedRules), name) != std::end(kSharedRules);

@@ -38,7 +38,7 @@ class HfSettings {
   HfSettings(std::string path, Json config) : path_(std::move(path)), config_(std::move(config)) {}
 
   const std::string& path() const { return path_; }
-  // Of a model with pictures or sound: from now on the settings are those of its language model.
+  // If the model has pictures or sound, takes the settings of its language model from now on.
   void enter_language_model();
   bool multimodal() const { return multimodal_; }
   // From now on these settings are found under their other names too.

@@ -13,6 +13,7 @@
 #include <array>
 #include <concepts>
 #include <string>
+#include <utility>
 
 namespace attnpack {
 
@@ -140,9 +141,9 @@ template <typename Options>
 AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bool is_training,
                              const RotaryEmbedding& rope, bool named_keys = false) {
   AttendOptions r{layer_inputs(inputs, o.causal(), named_keys)};
-  const bool causal = r.causal;  // of this call
-  static_cast<ScoreRules&>(r) = rules_from_options(o);
-  r.causal = causal;
+  auto rules = rules_from_options(o);
+  rules.causal = r.causal;  // of this call
+  static_cast<ScoreRules&>(r) = std::move(rules);
   if (r.chunk) check_chunked_call(r.cross);
   r.dropout_p = is_training ? o.dropout() : 0.0;
   if (rope) r.rope = rope->settings;

@@ -72,13 +72,13 @@ struct Kernels {
   void (*read_through)(const float* data, int64_t count, float* sink);
 };
 
+// Most rows of a kv head that are one prefill tile. takes_whole_heads asks for the threads too: the bits stay the same.
+constexpr int64_t kWholeHeadRows = 132;
 // How work is cut. This depends only on the shapes of one sequence.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
-constexpr int64_t kWholeHeadRows =
-    132;                              // most rows of a kv head that are one prefill tile where heads fill all threads
-constexpr int64_t kDecodeRows = 192;  // most rows of a kv head that stream the keys; packing the keys would cost more
-constexpr int64_t kShortKeys = 512;   // most keys that are packed for fewer rows: for more than kShortRows,
-constexpr int64_t kShortRows = 48;    // or for more than kFewKeysRows if there are at most kFewKeys keys
+constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; packing the keys would cost more
+constexpr int64_t kShortKeys = 512;     // most keys that are packed for fewer rows: for more than kShortRows,
+constexpr int64_t kShortRows = 48;      // or for more than kFewKeysRows if there are at most kFewKeys keys
 constexpr int64_t kFewKeys = 32, kFewKeysRows = 4;
 constexpr int64_t kShortWidth = 256;   // and for heads of at most this head_dim + v_head_dim
 constexpr int64_t kMergedRows = 8;     // rows whose partial results one unit joins

@@ -9,7 +9,8 @@
 namespace attnpack::cuda {
 
 struct MaskPlan {
-  // What has bits of its own: 1 where the mask is the same for all of them. rows 0: the call stores no bits.
+  // How many batches, heads and rows have bits of their own: 1 where all of them share the mask. The call stores no
+  // bits if rows is 0.
   int64_t batches, heads, rows;
   int64_t words;          // per row, of 32 keys each: whole steps of 128 keys
   int64_t list_heads;     // kv heads that have lists of their own
