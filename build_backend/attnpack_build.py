@@ -3,6 +3,9 @@
 pip builds in an environment of its own, which hides the user's packages. Listing torch as a build requirement would
 download gigabytes and might pick another torch than the one that runs; so this backend asks the interpreter, as the
 user would start it, where its torch is. setup.py asks the same function.
+
+With ATTNPACK_WHEEL_TORCHES, such as "2.13.0 2.14.1", a wheel is that of scripts/wheel.sh for these releases: so
+cibuildwheel makes it.
 """
 
 import os
@@ -10,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403 (the hooks that need no torch)
@@ -18,6 +22,7 @@ NO_TORCH = (
     "attnpack: there is no torch in this environment; install one (pip install torch, version 2.11 or newer) and try "
     "again: attnpack is built against the torch that you use. With uv, add --no-build-isolation."
 )
+WHEEL_TORCHES = "ATTNPACK_WHEEL_TORCHES"
 _FIND = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
 
 
@@ -43,9 +48,20 @@ def has_cmake() -> bool:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    find_torch()  # says so now, before anything is downloaded or compiled
+    if not os.environ.get(WHEEL_TORCHES):
+        find_torch()  # says so now, before anything is downloaded or compiled
     tools = ([] if has_cmake() else ["cmake"]) + ([] if shutil.which("ninja") else ["ninja"])
     return build_meta.get_requires_for_build_wheel(config_settings) + tools
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    releases = os.environ.pop(WHEEL_TORCHES, "").split()  # the script builds each of them by this function
+    if not releases:
+        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    here = os.environ | {"VIRTUAL_ENV": sys.prefix}
+    subprocess.run(["bash", "scripts/wheel.sh", *releases], check=True, env=here)
+    (wheel,) = Path("dist").glob("attnpack-*.whl")
+    return Path(shutil.copy(wheel, wheel_directory)).name

@@ -5,6 +5,7 @@
 #   scripts/matrix.sh --if-newer       the newest, unless it is the one in use or no package index answers
 #   scripts/matrix.sh --torch [RELEASE ...]   torch: attnpack built for it, the operators' tests and those in C++. Such as
 #                                      2.11.0; default: those that attnpack/extras.py names, but for the one in use
+#   scripts/matrix.sh --torch --whole [RELEASE ...]    all tests, not the operators' only
 #   scripts/matrix.sh --torch --in-turn       one of these: the next one each day
 # The environment that has attnpack and its tests is used (scripts/test.sh makes one). A release lies in a small
 # environment on top of it, under build/matrix; one of torch takes 1.5 GB, because scripts/cuda_stand_ins.py spares it
@@ -16,6 +17,8 @@ enter_environment
 
 # The tests of what torch's releases change, and the doors outside of tests/hf that read transformers.
 OPERATORS=(tests/ops tests/cache)
+# Those of a whole suite, in parts as in test.sh. Left out: the tests of the checkout itself, its style and its build.
+WHOLE=("${OPERATORS[*]} tests/backend" "tests/checkpoints tests/convert tests/nn tests/distributed tests/hf" tests/tools)
 DOORS=(tests/checkpoints/test_from_hf_families.py tests/nn/test_layers_by_names.py tests/tools/test_page_heads.py)
 
 # in_use <package> <python>: its release there, without what follows a +.
@@ -57,7 +60,7 @@ PY
 
 # run_under_torch <release>: builds attnpack for it, beside the environment's own, and tests it.
 run_under_torch() {
-  local release=$1 python folder=$PWD/build/matrix/torch-$1 tree=$PWD/build/matrix/tree status=0 log
+  local release=$1 python folder=$PWD/build/matrix/torch-$1 tree=$PWD/build/matrix/tree status=0 log part
   python=$(python_with torch "$release") || return
   log=$folder/tests.log
   need_build_tools
@@ -69,14 +72,20 @@ run_under_torch() {
   python -m zipfile -e "$folder"/wheel/attnpack-*.whl "$folder/package"
   OMP_WAIT_POLICY=passive ctest --test-dir "$tree" --parallel "$processes" 2>&1 | tee "$log" || status=1
   rows+=("torch $release: $(grep 'tests passed' "$log")")
-  PYTHONPATH=$folder/package run_shared "$python" -m "not long" -p no:cacheprovider "${OPERATORS[@]}" 2>&1 | tee "$log" ||
-    status=1
-  rows+=("torch $release: $(tail -1 "$log" | tr -d =)")
+  for part in "${parts[@]}"; do
+    PYTHONPATH=$folder/package run_shared "$python" -m "not long" -p no:cacheprovider $part 2>&1 | tee "$log" || status=1
+    rows+=("torch $release, ${part//tests\//}: $(tail -1 "$log" | tr -d =)")
+  done
   return "$status"
 }
 
 if [ "${1:-}" = --torch ]; then
   shift
+  parts=("${OPERATORS[*]}")
+  if [ "${1:-}" = --whole ]; then
+    parts=("${WHOLE[@]}")
+    shift
+  fi
   used=$(in_use torch python)
   read -ra others <<<"$(tested torch | tr ' ' '\n' | grep -vxF "$used" | tr '\n' ' ')"
   if [ "${1:-}" = --in-turn ]; then

@@ -58,10 +58,19 @@ _AGAIN = (
 )
 
 
+_RECORDED = {"version", "torch", "pybind11", "python", "compiler", "build_type", "instruction_sets"}
+
+
 def build_record() -> dict[str, str]:
     """The settings of the build: version, torch, pybind11, python, compiler, build_type, instruction_sets."""
+    file = PREFIX / "share" / "attnpack" / "build.json"
     try:
-        return json.loads((PREFIX / "share" / "attnpack" / "build.json").read_text())
+        record = json.loads(file.read_text())
+        if not (isinstance(record, dict) and _RECORDED <= record.keys()):
+            raise ValueError
+        return record
+    except ValueError:  # what json and the decoder raise, too
+        raise ImportError(f"attnpack's record of the build, {file}, is damaged: {_AGAIN}") from None
     except FileNotFoundError:
         raise ImportError(
             f"attnpack's native code is not built in {PACKAGE}: run `pip install .`, or `pip install -e .` to work on "
@@ -89,7 +98,8 @@ def load() -> ModuleType:
     of attnpack is loaded already.
     """
     if torch is None:
-        raise ImportError("attnpack needs torch >= 2.11, which is not installed: run `pip install torch`")
+        release = f"'torch=={IN_WHEEL[-1]}.*'" if IN_WHEEL else "torch"
+        raise ImportError(f"attnpack needs torch >= 2.11, which is not installed: run `pip install {release}`")
     if IN_WHEEL and PREFIX == PACKAGE:
         raise ImportError(
             f"this wheel of attnpack has native code for torch {' and '.join(IN_WHEEL)}, but this is torch "
@@ -135,6 +145,9 @@ def why_no_cuda() -> str:
     """The reason why `load_cuda` loads nothing."""
     if torch.version.cuda is None:
         return "this torch has no CUDA"
-    lacks = f"not in this wheel, but in that of `bash scripts/wheel.sh --cuda`, {CUDA_PACKAGE.replace('_', '-')}"
+    lacks = (
+        f"not in this wheel, but in {CUDA_PACKAGE.replace('_', '-')}, which `bash scripts/wheel.sh --cuda` makes with "
+        f"the nvcc of CUDA {torch.version.cuda.partition('.')[0]}"
+    )
     built = "did not load" if CUDA_LIBRARY.exists() else lacks if IN_WHEEL else "not built"
     return f"{built}; CUDA tensors run through ATen"

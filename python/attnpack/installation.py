@@ -135,12 +135,13 @@ def _optional(name: str, extra: str) -> str:
 def end_command(error: ImportError) -> None:
     """Ends the process if it is the command `attnpack`, and returns if it is not.
 
-    The user sees a sentence instead of a traceback; `attnpack info` shows its table of what is loaded and why not.
+    The user sees a sentence instead of a traceback; `attnpack info` shows its table of what is loaded and why not, but
+    for the path that CMake reads.
     """
     module = sys.argv[0] == "-m" and sys.orig_argv[1:3] == ["-m", "attnpack"]
     if not module and Path(sys.argv[0]).name != "attnpack":
         return
-    if sys.argv[1:2] == ["info"] and "torch" in sys.modules:
+    if sys.argv[1:2] == ["info"] and "--cmake-prefix" not in sys.argv and "torch" in sys.modules:
         print_info(collect_info(str(error)), as_json="--json" in sys.argv)
     else:
         print(f"attnpack: {error}", file=sys.stderr)

@@ -250,6 +250,16 @@ WRONG = {
     "scale is nan": {"scale": float("nan")},
     "q_offset is 3 with q_offset_end": {"q_offset": 3, "q_offset_end": 1},
     "kv_lens[1] is 71, wants 0 to kv_len = 70": {"kv_lens": torch.tensor([0, 71])},
+    "query [2, 6, 2305843009213693951, 24] takes more memory than a process can have": {"q_len": 2**61 - 1},
+    "key [2, 2, 9223372036854775807, 24] takes": {"kv_len": 2**63 - 1},
+    "out [2, 6, 5, 1152921504606846976] takes": {"v_head_dim": 2**60},
+    "value [2, 2, 1073741824, 1073741824] takes": {"kv_len": 2**30, "v_head_dim": 2**30},
+    "mask [2, 6, 5, 2251799813685248] takes": {
+        "kv_len": 2**51, "mask": torch.zeros(1), "mask_dtype": 1, "head_dim": 0, "v_head_dim": 0, "num_kv_heads": 1,
+    },
+    "block_table [2, 9223372036854775807] takes": {
+        "block_table": torch.zeros(1, dtype=torch.int32), "table_stride": 2**63 - 1, "num_pages": 1, "page_size": 70,
+    },
     "page_size is 0": {"block_table": torch.zeros(2, 9, dtype=torch.int32), "num_pages": 2},
     "table_stride is 9, sequence 0 has 70 keys, wants 10 pages": {
         "block_table": torch.zeros(2, 9, dtype=torch.int32), "table_stride": 9, "page_size": 7, "num_pages": 2,
@@ -266,6 +276,29 @@ def test_wrong_arguments_are_named_before_anything_is_written(library, sentence)
     error = library.attnpack_attention(ctypes.byref(arguments(q, k, v, out, **WRONG[sentence])), None)
     assert error and f"attnpack: {sentence}" in error.decode().replace("args.", "").replace("num_heads is 6, ", "")
     assert out.isnan().all()
+
+
+def test_sizes_that_no_process_has_are_refused():
+    """In a process of its own: these sizes ended it. The tensors are small, so nothing may be read."""
+    code = f"""
+import importlib, itertools, sys
+sys.path[:0] = [{str(ROOT / "tests/project")!r}, {str(ROOT / "tests/support")!r}]
+import ctypes, torch
+t = importlib.import_module("test_kernels_library")
+library, given = t.load(), t.tensors(torch.float32)
+sizes = ("batch", "num_heads", "num_kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
+table, tried = torch.zeros(2, 9, dtype=torch.int32), set()
+for name, other in itertools.product(sizes, sizes + ("page_size", "num_pages")):
+    for huge in (2**57, 2**60, 2**61 - 1, 2**63 - 1):
+        args = t.arguments(*given, **{{other: 0, name: huge}}, table_stride=9)
+        args.block_table = table.data_ptr() if other.startswith("page") else None
+        error = library.attnpack_attention(ctypes.byref(args), None)
+        assert error, (name, other, huge)
+        tried.add(error.decode().split()[1])
+print(*sorted(tried))
+"""
+    ran = run_python(code)
+    assert ran.returncode == 0 and {"query", "key", "out"} <= set(ran.stdout.split()), ran.text
 
 
 def test_nothing_to_do(library):

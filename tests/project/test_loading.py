@@ -42,6 +42,14 @@ def test_without_a_build(tmp_path):
     assert message.startswith(f"attnpack's native code is not built in {tmp_path / 'attnpack'}: run `pip install .`")
 
 
+@pytest.mark.parametrize("written", [b"{", b"[]", b"\xff", b'{"torch": "2.13.0"}'])
+def test_a_damaged_record_of_the_build(tmp_path, written):
+    record = copy_package(tmp_path) / "attnpack/share/attnpack/build.json"
+    record.write_bytes(written)
+    message = import_error(run_python("import attnpack", first=tmp_path))
+    assert message.startswith(f"attnpack's record of the build, {record}, is damaged: build it again")
+
+
 @pytest.mark.parametrize("name, other", [("torch", "2.99.0"), ("python", "3.99.0")])
 def test_built_for_another_version(tmp_path, name, other):
     message = import_error(run_python("import attnpack", first=copy_package(tmp_path, **{name: other})))
@@ -63,7 +71,9 @@ def test_the_command_line_of_a_misfit_says_so_without_a_traceback(tmp_path):
     assert lines["torch"].endswith("built for 2.99.0") and "gguf" in lines
     libraries = json.loads(command("info", "--json").stdout)["libraries"]
     assert not libraries["attnpack._C"]["loaded"] and not libraries["libattnpack.so"]["loaded"]
-    assert command("generate", "hello").stderr.startswith(f"attnpack: {why}")
+    for others in (("generate", "hello"), ("info", "--cmake-prefix")):  # CMake reads what stands on stdout
+        ran = command(*others)
+        assert ran.stderr.startswith(f"attnpack: {why}") and not ran.stdout
 
 
 def test_a_library_that_lacks_symbols(tmp_path):

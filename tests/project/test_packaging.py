@@ -53,6 +53,8 @@ def test_wheel_carries_both_languages(wheel, prefix):
         assert (wheel / "attnpack" / file).is_file(), file
     assert list(prefix.glob("_C.*.so"))
     assert not list(prefix.glob("include/attnpack/bindings")), "bindings need Python, the installed headers do not"
+    for file in ("LICENSE", "LICENSE-third-party.txt"):
+        assert next(wheel.glob(f"*.dist-info/licenses/{file}")).read_text() == (ROOT / file).read_text()
     metadata = next(wheel.glob("*.dist-info/METADATA")).read_text()
     assert f"Version: {attnpack.__version__}\n" in metadata
     assert re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE) == ["torch>=2.11"]

@@ -1,6 +1,7 @@
-"""scripts/wheel.sh makes one wheel for the torch in use and for those that scripts/matrix.sh has brought. pip installs
-it into a fresh environment with each, away from the sources, and there run the operator's grid, a notebook, and a
-program in C++. ATTNPACK_TEST_WHEEL names a wheel that is tested in the place of a new one."""
+"""scripts/wheel.sh makes one wheel for the torch in use and for those that scripts/matrix.sh has brought, asked by the
+build backend, as cibuildwheel does. pip installs it into a fresh environment with each, away from the sources. There
+run the operator's grid, a notebook, and a program in C++. ATTNPACK_TEST_WHEEL names a wheel to test instead of a new
+one."""
 
 import os
 import shutil
@@ -43,12 +44,14 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
-def wheel() -> Path:
+def wheel(tmp_path_factory) -> Path:
     if ready := os.environ.get("ATTNPACK_TEST_WHEEL"):
         return Path(ready).resolve()
-    made = run_program("bash", ROOT / "scripts/wheel.sh", *TORCHES, timeout=3500)
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    made = run_program(*pip, timeout=3500, env={"ATTNPACK_WHEEL_TORCHES": " ".join(TORCHES)})
     assert made.returncode == 0, made.text
-    (wheel,) = (ROOT / "dist").glob("attnpack-*.whl")
+    (wheel,) = folder.glob("attnpack-*.whl")
     return wheel
 
 

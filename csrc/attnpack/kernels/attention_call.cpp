@@ -1,10 +1,12 @@
 #include <attnpack/kernels/attention_call.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 
 #include <attnpack/core/extremes.h>
 
@@ -51,6 +53,19 @@ DType kernel_dtype(const char* name, attnpack_dtype dtype, bool or_bool) {
   return DType::kFloat32;
 }
 
+// Refuses sizes that no process can have: products of them overflow where strides and scratch are computed. Empty
+// dimensions count as one.
+void check_bytes(const char* name, int64_t element_size, std::initializer_list<int64_t> sizes) {
+  int64_t most = (int64_t{1} << 56) / element_size;  // no processor addresses more bytes for a process
+  std::string shape;
+  for (const int64_t size : sizes) {
+    most /= std::max<int64_t>(size, 1);
+    shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+  }
+  check_that(most > 0, "%s [%s] takes more memory than a process can have: wants the sizes of its tensor", name,
+             shape.c_str());
+}
+
 Strides kernel_strides(const attnpack_strides& given, int64_t heads, int64_t rows, int64_t width) {
   if (given.batch || given.head || given.row) return {given.batch, given.head, given.row, 1};
   return {heads * rows * width, rows * width, width, 1};
@@ -76,7 +91,8 @@ void AttentionCall::check() const {
   } sizes[] = {{"batch", a.batch},   {"num_heads", a.num_heads}, {"num_kv_heads", a.num_kv_heads}, {"q_len", a.q_len},
                {"kv_len", a.kv_len}, {"head_dim", a.head_dim},   {"v_head_dim", a.v_head_dim}};
   for (const auto& [name, size] : sizes) check_that(size >= 0, "%s is %" PRId64 ", wants 0 or more", name, size);
-  const bool wide = kernel_dtype("dtype", a.dtype, false) == DType::kFloat64;
+  const DType dtype = kernel_dtype("dtype", a.dtype, false);
+  const bool wide = dtype == DType::kFloat64;
   const auto needs = [](const char* name, const void* pointer, bool has_numbers) {
     check_that(pointer || !has_numbers, "%s is NULL, wants a pointer to its numbers", name);
   };
@@ -111,10 +127,27 @@ void AttentionCall::check() const {
   for (int64_t b = 0; a.kv_lens && b < a.batch; ++b)
     check_that(a.kv_lens[b] >= 0 && a.kv_lens[b] <= a.kv_len,
                "kv_lens[%" PRId64 "] is %" PRId64 ", wants 0 to kv_len = %" PRId64, b, a.kv_lens[b], a.kv_len);
-  if (!a.block_table) return;
-  check_that(a.page_size > 0, "page_size is %" PRId64 ", wants the keys of a page", a.page_size);
+  check_that(!a.block_table || a.page_size > 0, "page_size is %" PRId64 ", wants the keys of a page", a.page_size);
+  check_memory(bytes_of(dtype));
+  if (a.block_table) check_pages();
+}
+
+void AttentionCall::check_memory(int64_t element_size) const {
+  const attnpack_attention_args& a = args_;
+  check_bytes("query", element_size, {a.batch, a.num_heads, a.q_len, a.head_dim});
+  check_bytes("out", element_size, {a.batch, a.num_heads, a.q_len, a.v_head_dim});
+  check_bytes("lse", sizeof(double), {a.batch, a.num_heads, a.q_len});
+  const int64_t stored = a.block_table ? a.num_pages : a.batch, rows = a.block_table ? a.page_size : a.kv_len;
+  check_bytes("key", element_size, {stored, a.num_kv_heads, rows, a.head_dim});
+  check_bytes("value", element_size, {stored, a.num_kv_heads, rows, a.v_head_dim});
+  if (a.block_table) check_bytes("block_table", sizeof(int32_t), {a.batch, a.table_stride});
+  if (a.mask) check_bytes("mask", 1, {a.batch, a.num_heads, a.q_len, a.kv_len});
+}
+
+void AttentionCall::check_pages() const {
+  const attnpack_attention_args& a = args_;
   for (int64_t b = 0; b < a.batch; ++b) {
-    const int64_t pages = (valid(b) + a.page_size - 1) / a.page_size;
+    const int64_t pages = valid(b) / a.page_size + (valid(b) % a.page_size != 0);
     check_that(pages <= a.table_stride,
                "table_stride is %" PRId64 ", sequence %" PRId64 " has %" PRId64 " keys, wants %" PRId64 " pages",
                a.table_stride, b, valid(b), pages);

@@ -26,6 +26,8 @@ class AttentionCall {
 
  private:
   void check() const;
+  void check_memory(int64_t element_size) const;
+  void check_pages() const;
   void fill(AttentionParams& p);
   void cut_into_sequences(const AttentionParams& all);
   int64_t valid(int64_t b) const { return args_.kv_lens ? args_.kv_lens[b] : args_.kv_len; }
