@@ -102,7 +102,8 @@ class ThreadPool {
     const Clock::time_point end = Clock::now();
     loop->close();
     const auto waited = Clock::now() - end;
-    if (waited > kLongWait && 2 * waited > end - begin) welcome_fewer(helpers, end + waited);
+    // Without helpers it was the caller that lost its core.
+    if (helpers > 0 && waited > kLongWait && 2 * waited > end - begin) welcome_fewer(helpers, end + waited);
     const std::exception_ptr error = loop->take_error();
     loop->give_back();
     if (error) std::rethrow_exception(error);

@@ -1,4 +1,6 @@
 // The threads that help with loops. The program thread_pool_races runs this file under ThreadSanitizer too.
+#include <signal.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -97,6 +99,45 @@ TEST_CASE("after a long wait for a helper a loop has one fewer, and more again l
   }));
   REQUIRE(count_threads(1) == 1);
   REQUIRE(comes_true([] { return count_threads(1) == 2; }));
+}
+
+// Takes the core from a thread for longer than loops may wait, wherever the thread is.
+void take_core(int) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(1500);
+  while (std::chrono::steady_clock::now() < end) {
+  }
+}
+
+TEST_CASE("a caller without helpers may lose its core at any place") {
+  const auto caller = std::this_thread::get_id();
+  std::atomic<bool> helped = false;
+  const auto keeps_waiting = [&] {
+    if (std::this_thread::get_id() == caller) {
+      for (int i = 0; i < 100 && !helped; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } else {
+      helped = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    }
+  };
+  REQUIRE(comes_true([&] {
+    run_with_helpers(1, keeps_waiting);
+    return helped.load();
+  }));
+  // Loops get no helper for 100 ms.
+  struct sigaction takes{}, before;
+  takes.sa_handler = take_core;
+  REQUIRE(sigaction(SIGALRM, &takes, &before) == 0);
+  const itimerval every_two_ms{{0, 2000}, {0, 2000}}, never{};
+  setitimer(ITIMER_REAL, &every_two_ms, nullptr);
+  int calls = 0;
+  const auto task = [&] { ++calls; };
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(90);
+  int loops = 0;
+  for (; std::chrono::steady_clock::now() < end; ++loops) run_with_helpers(1, task);
+  setitimer(ITIMER_REAL, &never, nullptr);
+  REQUIRE(sigaction(SIGALRM, &before, nullptr) == 0);
+  REQUIRE(calls == loops);
+  REQUIRE(add_up(1000, 1) == sum_below(1000));
 }
 
 TEST_CASE("a loop does not wait for helpers that do something else") {
