@@ -6,7 +6,7 @@
 #   scripts/matrix.sh --torch [RELEASE ...]   torch: attnpack built for it, the operators' tests and those in C++. Such as
 #                                      2.11.0; default: those that attnpack/extras.py names, but for the one in use
 #   scripts/matrix.sh --torch --whole [RELEASE ...]    all tests, not the operators' only
-#   scripts/matrix.sh --torch --in-turn       one of these: the next one each day
+#   scripts/matrix.sh --torch --in-turn       one of these: the next one each day, of those that the index gives
 # The environment that has attnpack and its tests is used (scripts/test.sh makes one). A release lies in a small
 # environment on top of it, under build/matrix; one of torch takes 1.5 GB, because scripts/cuda_stand_ins.py spares it
 # NVIDIA's packages. The last lines say what passed under each.
@@ -90,11 +90,17 @@ if [ "${1:-}" = --torch ]; then
   read -ra others <<<"$(tested torch | tr ' ' '\n' | grep -vxF "$used" | tr '\n' ' ')"
   if [ "${1:-}" = --in-turn ]; then
     [ ${#others[@]} != 0 ] || stop "attnpack/extras.py names no release of torch but the one in use."
-    set -- "${others[$(($(date +%s) / 86400 % ${#others[@]}))]}"
-    if ! python_with torch "$1" >/dev/null; then
-      say "no package index gives torch $1: not tested"
-      exit
-    fi
+    set --
+    day=$(($(date +%s) / 86400))
+    for i in "${!others[@]}"; do
+      release=${others[$(((day + i) % ${#others[@]}))]}
+      if python_with torch "$release" >/dev/null; then
+        set -- "$release"
+        break
+      fi
+      say "no package index gives torch $release: not tested"
+    done
+    [ $# != 0 ] || exit 0
   elif [ $# = 0 ]; then
     set -- "${others[@]}"
   fi

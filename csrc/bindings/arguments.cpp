@@ -80,6 +80,7 @@ const std::map<std::string, std::string>& descriptions_or_none() {
         {"positions", "an int64 tensor [length] or [batch, length], or None" + kMake},
         {"sinks", "a float tensor [num_heads], or None" + kMake},
         {"query_scale", "a float tensor [q_len] or [batch, q_len], or None" + kMake},
+        {"attention_varlen.query_scale", "a float tensor [tokens], or None" + kMake},
         {"alibi_slopes", "a float tensor [num_heads], or None" + kMake},
         {"head_map", "a list of num_heads ints, or None: call .tolist() on a tensor"},
         {"scale", "a number, or None for 1 / sqrt(head_dim)"},

@@ -108,7 +108,7 @@ void register_distributed(py::module_& m) {
   });
   m.def("parts_of", [](const std::string& kind, const std::string& owner, const std::vector<std::string>& parameters) {
     std::vector<const char*> parts;
-    for (const auto& name : parameters) parts.push_back(distributed::part_of_parameter(kind, owner, name));
+    for (const auto& name : parameters) parts.push_back(distributed::style_of_parameter(kind, owner, name));
     return parts;
   });
   m.def("check_heads", &distributed::check_heads);

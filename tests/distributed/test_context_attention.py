@@ -28,7 +28,9 @@ RULES = {
     "alibi": {"causal": True, "alibi_slopes": True, "scale": 0.7},
     "lengths": {"causal": True, "kv_lens": torch.tensor([48, 13], dtype=torch.int32)},
     "no keys": {"kv_lens": torch.tensor([0, 29])},
+    "query scale": {"causal": True, "query_scale": True},
     "all at once": {"causal": True, "window": (20, 0), "softcap": 2.0, "sinks": True, "alibi_slopes": True,
+                    "query_scale": True,
                     "kv_lens": torch.tensor([33, 48])},
 }  # fmt: skip
 
@@ -45,6 +47,8 @@ def settings(rules, num_heads, head_map, dtype):
         chosen["sinks"] = draw(num_heads, dtype=dtype).requires_grad_()
     if chosen.get("alibi_slopes"):
         chosen["alibi_slopes"] = torch.tensor(attnpack.ops.alibi_slopes(num_heads), dtype=dtype)
+    if chosen.get("query_scale"):
+        chosen["query_scale"] = (1 + draw(BATCH, LENGTH, dtype=dtype) / 4).requires_grad_()
     return chosen | ({} if head_map is None else {"head_map": head_map})
 
 
@@ -54,8 +58,9 @@ def results(attention, query, key, value, grad_out, grad_lse, **chosen):
     out, lse = attention(*inputs, **chosen, return_lse=True)
     weight = torch.where(lse.isfinite(), grad_lse.to(lse.dtype), 0)
     ((out * grad_out).sum() + (torch.where(lse.isfinite(), lse, 0) * weight).sum()).backward()
-    sinks = chosen.get("sinks")
-    return [out.detach(), lse.detach(), *(x.grad for x in inputs)], None if sinks is None else sinks.grad
+    sinks, factors = chosen.get("sinks"), chosen.get("query_scale")
+    rows = [] if factors is None else [factors.grad.unsqueeze(1)]  # [B, 1, Lq]
+    return [out.detach(), lse.detach(), *(x.grad for x in inputs), *rows], None if sinks is None else sinks.grad
 
 
 def distance(got, wanted):
@@ -70,9 +75,11 @@ def compare(method, layout, rules, heads, kv_len=LENGTH, dtype=torch.float32):
     exact = tensors(num_heads, num_kv_heads, torch.float64, kv_len)
     wanted, wanted_sinks = results(attnpack.attention, *exact, **settings(rules, num_heads, head_map, torch.float64))
     own = [parallel.shard_sequence(x.to(dtype), dim=2, layout=layout) for x in exact]
-    got, got_sinks = results(
-        parallel.attention, *own, **settings(rules, num_heads, head_map, dtype), method=method, layout=layout
-    )
+    chosen = settings(rules, num_heads, head_map, dtype)
+    if "query_scale" in chosen:
+        part = parallel.shard_sequence(chosen["query_scale"].detach(), dim=1, layout=layout)
+        chosen["query_scale"] = part.requires_grad_()
+    got, got_sinks = results(parallel.attention, *own, **chosen, method=method, layout=layout)
     parts = [parallel.shard_sequence(x, dim=2, layout=layout) for x in wanted]
     distances = [distance(a, b) for a, b in zip(got, parts, strict=True)]
     if wanted_sinks is not None:
@@ -136,7 +143,10 @@ def differing(name):
     if name == "gradient":
         query.requires_grad_(other)
     lens = torch.tensor([40, 40 - other])
-    parallel.attention(query, key, value, causal=other if name == "causal" else True, kv_lens=lens * (name == "lens"))
+    rules = {"causal": other if name == "causal" else True, "kv_lens": lens * (name == "lens")}
+    if name == "query scale":
+        rules["query_scale"] = torch.ones(query.size(2) + other)
+    parallel.attention(query, key, value, **rules)
 
 
 def without_rows(method):
@@ -178,7 +188,7 @@ IN_A_GRAPH = {
     "mask: got a tensor .* not supported over several processes": {"mask": torch.ones(1, 1, 8, 8)},
     "chunk: got 8, which is not supported over several processes": {"chunk": 8},
 }
-DIFFERENT = ["length", "kv heads", "width", "gradient", "causal", "lens"]
+DIFFERENT = ["length", "kv heads", "width", "gradient", "causal", "lens", "query scale"]
 
 
 def program(only=None):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import re
 
 import attnpack
@@ -220,6 +221,9 @@ def changes():
     copied = held.clone()
     call(draw(4, 2, WIDTH))
     assert len(copied) == 6 and len(held) == 8 and "8 positions over" in repr(held)
+    assert held.k.size(0) == held.v.size(0) == 4 and held.k.size(2) == len(held.inner)  # of this rank
+    with pytest.raises(TypeError, match="a ShardedCache belongs to the processes of its group and cannot be pickled"):
+        pickle.dumps(held)
     with pytest.raises(ValueError):
         module(draw(2, 2, WIDTH), cache=held)
     model_cache = attnpack.ModelCache([held])
@@ -376,6 +380,12 @@ def wrong(name):
     if name == "ids":
         model = tensor_parallel(made(MODELS["model"]), init_device_mesh("cpu", (dist.get_world_size(),)))
         model.generate(torch.full((1, 3), dist.get_rank() % 2), max_new_tokens=2)
+    if name.startswith("sequence"):
+        shard_sequence(*{"a number": (3,)}.get(name[10:], (x,)), dim=5)
+    if name == "whole, kind":
+        unshard_sequence(3)
+    if name == "whole, dim":
+        unshard_sequence(x, dim=-4)
     if name == "parts":
         unshard_sequence(x[:, : 3 + dist.get_rank() % 2])
     with context_parallel(layout="zigzag"):
@@ -426,6 +436,10 @@ WRONG = {
     "transformers, layers": "a model of transformers attends under context_parallel",
     "transformers, latent layers": "a model of transformers attends under context_parallel",
     "ids": "the ranks of a group give generate different arguments: rank 0 has numbers with hash",
+    "sequence, a number": r"x is 3 \(int\), wants a tensor, the whole sequence",
+    "sequence, dim": r"dim: got 5, want that of the sequence in x \[2, 16, \d+\], -3 to 2",
+    "whole, kind": r"x is 3 \(int\), wants a tensor, the part of this rank",
+    "whole, dim": "dim: got -4, want that of the sequence in x",
     "parts": "the ranks of a group give unshard_sequence different arguments: rank 0 has x float32",
     "positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",
     "compiled positions": r"positions: got \[3\], want 6 of them: those of this rank's rows",

@@ -85,12 +85,13 @@ ATTENTION = {
     ),
     r"rope is 'yes' \(str\).*RotaryEmbedding.*None": (TypeError, lambda m: m.MultiHeadAttention(24, 4, rope="yes")),
     r"rope is 5 \(int\).*RotaryEmbedding.*None": (TypeError, lambda m: m.ProjectedAttention(4, 4, 6, rope=5)),
-    r"window: got \(-2, 0\), want how many keys": (ValueError, lambda m: m.MultiHeadAttention(24, 4, window=(-2, 0))),
-    "softcap: got -30, want a number above 0": (ValueError, lambda m: m.MultiQueryAttention(24, 4, softcap=-30.0)),
+    r"window is \(-2, 0\), wants numbers >= 0": (ValueError, lambda m: m.MultiHeadAttention(24, 4, window=(-2, 0))),
+    "softcap is -30, wants a finite number > 0": (ValueError, lambda m: m.MultiQueryAttention(24, 4, softcap=-30.0)),
     "dropout: got 1, want 0 <= dropout < 1": (ValueError, lambda m: m.ProjectedAttention(4, 2, 6, dropout=1.0)),
     "scale is 'x' .*, wants a number, or None": (TypeError, lambda m: m.MultiHeadAttention(24, 4, scale="x")),
-    "scale: got nan, want a finite number": (ValueError, lambda m: m.ProjectedAttention(4, 4, 6, scale=NAN)),
-    "scale: got inf, want a finite number": (ValueError, lambda m: m.MultiHeadAttention(24, 4, scale=float("inf"))),
+    "chunk is 4611686018427387904, wants how many": (ValueError, lambda m: m.MultiHeadAttention(24, 4, chunk=2**62)),
+    "scale is nan, wants a finite number": (ValueError, lambda m: m.ProjectedAttention(4, 4, 6, scale=NAN)),
+    "scale is inf, wants a finite number": (ValueError, lambda m: m.MultiHeadAttention(24, 4, scale=float("inf"))),
     "qk_norm is 'yes' .*, wants True or False": (TypeError, lambda m: m.MultiHeadAttention(24, 4, qk_norm="yes")),
     "sinks is 'yes' .*, wants True or False": (TypeError, lambda m: m.MultiHeadAttention(24, 4, sinks="yes")),
     "alibi is 'yes' .*, wants True or False": (TypeError, lambda m: m.MultiHeadAttention(24, 4, alibi="yes")),
@@ -298,7 +299,7 @@ LATENT = {
     "v_head_dim: got 0, want at least 1": {"v_head_dim": 0},
     "dropout: got 1, want 0 <= dropout < 1": {"dropout": 1.0},
     "path: got 'fast', want 'auto', 'expanded' or 'absorbed'": {"path": "fast"},
-    "scale: got nan": {"scale": NAN},
+    "scale is nan": {"scale": NAN},
 }
 
 

@@ -114,7 +114,7 @@ BAD = {
     "scale that is no number": ({"scale": float("nan")}, "scale is -?nan, wants a finite number from .*, or none"),
     "scale beyond fp32": (
         {"scale": -1e39},
-        r"scale is -1e\+39, wants a finite number from -1.7.*e\+38 to 1.7.*, for query",
+        r"scale is -1e\+39, wants a finite number from -1.7.*e\+38 to 1.7.* for queries not in float64",
     ),
     "infinite scale": ({"scale": float("inf")}, "scale is inf, wants a finite number"),
     "sinks for kv heads": ({"sinks": draw(2)}, r"sinks has shape \[2\], wants \[num_heads\] = \[4\]"),

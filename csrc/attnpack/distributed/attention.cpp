@@ -12,10 +12,11 @@ std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, c
   check_defined("query", query);
   check_defined("key", key);
   check_defined("value", value);
-  const auto q = in_autocast(scale_queries(query, options.query_scale())), k = in_autocast(key), v = in_autocast(value);
+  const auto k = in_autocast(key), v = in_autocast(value);
+  agree_on_attention(in_autocast(query), k, v, group, options, layout, method);
+  const auto q = in_autocast(scale_queries(query, options.query_scale()));
   auto rules = options;
   rules.query_scale(std::nullopt);  // done
-  agree_on_attention(q, k, v, group, rules, layout, method);
   return attend_by(method, q, k, v, group, rules, layout);
 }
 

@@ -1,6 +1,7 @@
 #include <attnpack/distributed/layouts.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/distributed/collectives.h>
 #include <attnpack/distributed/detail/agreement.h>
 #include <attnpack/distributed/detail/gather_sequence.h>
@@ -16,6 +17,12 @@ at::Tensor positions_of(Layout layout, int64_t length, int64_t ranks, int64_t ra
   for (const auto& piece : pieces(layout, length, ranks, rank))
     parts.push_back(at::arange(piece.start, piece.stop, at::TensorOptions(at::kLong).device(device)));
   return at::cat(parts);
+}
+
+void check_dim(const at::Tensor& x, int64_t dim) {
+  check_defined("x", x);
+  ATTNPACK_CHECK(dim >= -x.dim() && dim < x.dim(), "dim: got ", dim, ", want that of the sequence in x ", x.sym_sizes(),
+                 ", ", -x.dim(), " to ", x.dim() - 1);
 }
 
 }  // namespace
@@ -45,6 +52,7 @@ at::Tensor in_order(const at::Tensor& x, int64_t dim, Layout layout, int64_t ran
 }
 
 at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim, Layout layout) {
+  check_dim(x, dim);
   const int64_t length = size_of(x, dim), ranks = group->getSize();
   const int64_t shares = ranks * (layout == Layout::kZigzag ? 2 : 1);
   ATTNPACK_CHECK(length % shares == 0, "x: got length ", length, " along dim ", dim, ", want a multiple of ", shares,
@@ -53,6 +61,7 @@ at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim, 
 }
 
 at::Tensor gather_sequence(const at::Tensor& x, const Group& group, int64_t dim, Layout layout, bool alike) {
+  check_dim(x, dim);
   const int64_t ranks = group->getSize();
   pieces(layout, size_of(x, dim), ranks, group->getRank());  // checks
   const auto whole = gathered(x.movedim(dim, 0), group, alike);

@@ -36,7 +36,7 @@ void check_dropout_of(const torch::nn::Module& module) {
 
 // Raises for parameters that cannot be shared.
 void check_known(const char* owner, const char* kind, const torch::nn::Module& module) {
-  for (const auto& parameter : module.named_parameters()) part_of_parameter(kind, owner, parameter.key());
+  for (const auto& parameter : module.named_parameters()) style_of_parameter(kind, owner, parameter.key());
 }
 
 // The kv heads that each rank's query heads read.
@@ -50,7 +50,7 @@ void share_children(const torch::nn::Module& module, const char* kind, int64_t u
                     const KeyRows& keys = {}) {
   const auto children = module.named_children();
   const auto& group = shards.group();
-  for (const auto& [name, part, reads_x] : shared_children(kind)) {
+  for (const auto& [name, style, reads_x] : shared_children(kind)) {
     const auto* found = children.find(name);
     if (!found) continue;
     if (const auto norm = std::dynamic_pointer_cast<RMSNormImpl>(*found)) {
@@ -59,12 +59,14 @@ void share_children(const torch::nn::Module& module, const char* kind, int64_t u
     }
     const Linear layer(std::dynamic_pointer_cast<LinearImpl>(*found));
     const auto& size = layer->options;
-    if (part == Part::kOutputs) shards.keep_outputs(layer, rows_of_share(units, size.out_features() / units, group));
-    if (part == Part::kInputs) shards.keep_inputs(layer, rows_of_share(units, size.in_features() / units, group));
-    if (part == Part::kKeys) shards.keep_outputs(layer, keys.rows);
+    if (style == ParallelStyle::kOutputs)
+      shards.keep_outputs(layer, rows_of_share(units, size.out_features() / units, group));
+    if (style == ParallelStyle::kInputs)
+      shards.keep_inputs(layer, rows_of_share(units, size.in_features() / units, group));
+    if (style == ParallelStyle::kKeys) shards.keep_outputs(layer, keys.rows);
     if (reads_x) shards.column_parallel(layer);
-    if (part == Part::kWhole) shards.sum_gradients(layer);
-    if (part == Part::kKeys && keys.repeated) shards.sum_gradients(layer, keys.rows);
+    if (style == ParallelStyle::kWhole) shards.sum_gradients(layer);
+    if (style == ParallelStyle::kKeys && keys.repeated) shards.sum_gradients(layer, keys.rows);
   }
 }
 

@@ -12,7 +12,11 @@ namespace {
 
 using at::Tensor;
 
-void check_query_scale(const Tensor& query, const Tensor& factors) {
+// A query with another number of dimensions is refused by the operator, which names what it wants.
+bool is_query(const Tensor& query) { return query.dim() == 3 || query.dim() == 4; }
+
+void check_factors(const Tensor& query, const Tensor& factors) {
+  if (!is_query(query)) return;
   const bool packed = query.dim() == 3;
   const auto length = query.sym_size(packed ? 0 : 2);
   const bool one_row = factors.dim() == 1 && factors.sym_size(0) == length;
@@ -28,9 +32,8 @@ void check_query_scale(const Tensor& query, const Tensor& factors) {
 }
 
 Tensor scale_queries_composite(const Tensor& query, const Tensor& query_scale) {
-  // A query of another rank is refused by the operator, which names what it wants.
-  if (query.dim() != 3 && query.dim() != 4) return query;
-  check_query_scale(query, query_scale);
+  check_factors(query, query_scale);
+  if (!is_query(query)) return query;
   const auto accumulation = accumulation_type(query.scalar_type());
   Tensor factors = query_scale.to(accumulation).unsqueeze(-1);  // [..., L, 1]
   factors = query.dim() == 3 ? factors.unsqueeze(-1) : factors.unsqueeze(-3);
@@ -38,6 +41,12 @@ Tensor scale_queries_composite(const Tensor& query, const Tensor& query_scale) {
 }
 
 }  // namespace
+
+void check_query_scale(const Tensor& query, const std::optional<Tensor>& query_scale) {
+  if (!query_scale) return;
+  check_dense("query_scale", *query_scale);
+  check_factors(query, *query_scale);
+}
 
 Tensor scale_queries(const Tensor& query, const std::optional<Tensor>& query_scale) {
   if (!query_scale) return query;

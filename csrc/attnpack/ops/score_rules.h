@@ -103,6 +103,9 @@ struct ScoreRules {
   }
 };
 
+// Refuses numbers that are wrong for any input: window, chunk, softcap and scale. wide: of queries in float64.
+void check_rule_numbers(const ScoreRules& rules, bool wide);
+
 // Options with the rules among them: options.softcap(30) sets one, options.softcap() reads it.
 template <class Options>
 class WithScoreRules {

@@ -6,9 +6,12 @@ pieces, so that causal attention is the same work for every rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..errors import wrong_kind
 from .agreement import agree
 from .collectives import Group, as_group
 
@@ -23,6 +26,7 @@ def shard_sequence(x: Tensor, group: Group = None, *, dim: int = 1, layout: str 
 
     Raises ValueError if the length does not divide.
     """
+    _check_kind(x, "the whole sequence")
     return torch.ops.attnpack.shard_sequence(x, as_group(group).group_name, dim, layout)
 
 
@@ -33,6 +37,12 @@ def unshard_sequence(x: Tensor, group: Group = None, *, dim: int = 1, layout: st
 
     On the CPU it raises ValueError, on every rank, if parts differ in shape or dtype.
     """
+    _check_kind(x, "the part of this rank")
     group = as_group(group)
     agree("unshard_sequence", group, x.device, dim=dim, layout=layout, x=x)
     return torch.ops.attnpack.unshard_sequence(x, group.group_name, dim, layout, True)
+
+
+def _check_kind(x: Any, of: str) -> None:
+    if not isinstance(x, Tensor):
+        raise wrong_kind("x", x, f"a tensor, {of}: call torch.as_tensor() on it")

@@ -82,6 +82,11 @@ class ShardedCache(KVCache, ShardedAttention):
     def __repr__(self) -> str:
         return f"ShardedCache({len(self)} positions over {self.group.size()} ranks, here: {self.inner!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "attnpack: a ShardedCache belongs to the processes of its group and cannot be pickled: fill a new one there"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
         return self.clone()
 
@@ -117,7 +122,7 @@ class ShardedCache(KVCache, ShardedAttention):
     @torch.no_grad()
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **inputs: Any) -> Tensor:
         past, new = self._begin(module, inputs, query=query, key=key, value=value)
-        places = self._places(past, query, inputs)
+        places = self._positions(past, query, inputs)
         query, key = module._rotated(query, key, places, places)
         query = scaled(module, query, places, past)
         settings = settings_of(module, query)
@@ -130,7 +135,7 @@ class ShardedCache(KVCache, ShardedAttention):
     @torch.no_grad()
     def attend_latents(self, module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, **inputs: Any) -> Tensor:
         past, new = self._begin(module, inputs, query=query, latent=latent)
-        places = self._places(past, query, inputs)
+        places = self._positions(past, query, inputs)
         query = scaled(module, query, places, past)
         query, latents = rotate_latents(module, query, latent, k_rope, places)
         rules = {"causal": inputs["causal"], "scale": module.softmax_scale}
@@ -181,7 +186,7 @@ class ShardedCache(KVCache, ShardedAttention):
                 f"{self.inner.max_len} on each: make the StaticCache with max_len {most} or more"
             )
 
-    def _places(self, past: Tensor, query: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _positions(self, past: Tensor, query: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Positions of the new tokens, [B, L], for RoPE."""
         check_positions(inputs["positions"], query)
         if inputs["positions"] is not None:

@@ -233,7 +233,7 @@ TEST_CASE("a window of the model is that of its layers") {
 TEST_CASE("wrong arguments are named") {
   REQUIRE(complains("num_heads: got 5", [&] { MultiHeadAttention(24, 5); }));
   REQUIRE(complains("num_kv_heads: got 3", [&] { GroupedQueryAttention(24, 4, 3); }));
-  REQUIRE(complains("softcap: got -30", [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(-30)); }));
+  REQUIRE(complains("softcap is -30", [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(-30)); }));
   REQUIRE(complains("num_kv_heads: got 2, MultiHeadAttention has 4; use GroupedQueryAttention",
                     [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).num_kv_heads(2)); }));
   const std::vector<int64_t> map{0, 0, 0, 0};

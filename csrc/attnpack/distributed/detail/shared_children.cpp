@@ -10,27 +10,29 @@ namespace {
 
 // The first one compares the ranks' inputs (ShardGroup::column_parallel).
 constexpr SharedChild kGrouped[] = {
-    {"q_proj", Part::kOutputs, true},
-    {"q_a_proj", Part::kWhole, true},
-    {"q_a_layernorm", Part::kWhole},
-    {"q_b_proj", Part::kOutputs},
-    {"gate_proj", Part::kOutputs, true},
-    {"k_proj", Part::kKeys, true},
-    {"v_proj", Part::kKeys, true},
-    {"q_norm", Part::kWhole},
-    {"k_norm", Part::kWhole},
-    {"sinks", Part::kOutputs},
-    {"o_proj", Part::kInputs},
+    {"q_proj", ParallelStyle::kOutputs, true},
+    {"q_a_proj", ParallelStyle::kWhole, true},
+    {"q_a_layernorm", ParallelStyle::kWhole},
+    {"q_b_proj", ParallelStyle::kOutputs},
+    {"gate_proj", ParallelStyle::kOutputs, true},
+    {"k_proj", ParallelStyle::kKeys, true},
+    {"v_proj", ParallelStyle::kKeys, true},
+    {"q_norm", ParallelStyle::kWhole},
+    {"k_norm", ParallelStyle::kWhole},
+    {"sinks", ParallelStyle::kOutputs},
+    {"o_proj", ParallelStyle::kInputs},
 };
 constexpr SharedChild kLatent[] = {
-    {"q_proj", Part::kOutputs, true}, {"q_a_proj", Part::kWhole, true},    {"q_a_layernorm", Part::kWhole},
-    {"q_b_proj", Part::kOutputs},     {"gate_proj", Part::kOutputs, true}, {"kv_a_proj_with_mqa", Part::kWhole, true},
-    {"kv_a_layernorm", Part::kWhole}, {"kv_b_proj", Part::kOutputs},       {"o_proj", Part::kInputs},
+    {"q_proj", ParallelStyle::kOutputs, true},    {"q_a_proj", ParallelStyle::kWhole, true},
+    {"q_a_layernorm", ParallelStyle::kWhole},     {"q_b_proj", ParallelStyle::kOutputs},
+    {"gate_proj", ParallelStyle::kOutputs, true}, {"kv_a_proj_with_mqa", ParallelStyle::kWhole, true},
+    {"kv_a_layernorm", ParallelStyle::kWhole},    {"kv_b_proj", ParallelStyle::kOutputs},
+    {"o_proj", ParallelStyle::kInputs},
 };
 constexpr SharedChild kFeedForward[] = {
-    {"gate_proj", Part::kOutputs, true},
-    {"up_proj", Part::kOutputs, true},
-    {"down_proj", Part::kInputs},
+    {"gate_proj", ParallelStyle::kOutputs, true},
+    {"up_proj", ParallelStyle::kOutputs, true},
+    {"down_proj", ParallelStyle::kInputs},
 };
 
 }  // namespace
@@ -42,7 +44,7 @@ c10::ArrayRef<SharedChild> shared_children(std::string_view kind) {
   ATTNPACK_CHECK(false, "kind: got '", kind, "', want a class of modules that ranks share");
 }
 
-const char* part_of_parameter(std::string_view kind, const std::string& owner, const std::string& name) {
+const char* style_of_parameter(std::string_view kind, const std::string& owner, const std::string& name) {
   const auto dot = std::min(name.find('.'), name.size());
   const auto child = std::string_view(name).substr(0, dot), rest = std::string_view(name).substr(dot);
   const auto children = shared_children(kind);
@@ -50,17 +52,17 @@ const char* part_of_parameter(std::string_view kind, const std::string& owner, c
   ATTNPACK_CHECK(found != children.end() && (rest.empty() || rest == ".weight" || rest == ".bias"), owner,
                  " has a parameter '", name, "', which tensor_parallel does not know how to shard: call it before ",
                  "layers are wrapped, or leave this module out");
-  switch (found->part) {
-    case Part::kOutputs:
+  switch (found->style) {
+    case ParallelStyle::kOutputs:
       return "outputs";
-    case Part::kKeys:
+    case ParallelStyle::kKeys:
       return "keys";
-    case Part::kInputs:
+    case ParallelStyle::kInputs:
       return rest == ".bias" ? "added" : "inputs";
-    case Part::kWhole:
+    case ParallelStyle::kWhole:
       return "whole";
   }
-  ATTNPACK_CHECK(false, "part: got ", static_cast<int>(found->part), ", want one of the parts");
+  ATTNPACK_CHECK(false, "style: got ", static_cast<int>(found->style), ", want one of the styles");
 }
 
 void check_heads(const std::string& owner, int64_t num_heads, int64_t ranks) {

@@ -6,6 +6,7 @@
 #include <attnpack/distributed/detail/methods.h>
 #include <attnpack/distributed/detail/names.h>
 #include <attnpack/distributed/detail/rules.h>
+#include <attnpack/ops/query_scale.h>
 
 namespace attnpack::distributed {
 
@@ -31,6 +32,8 @@ void validate(const at::Tensor& query, const at::Tensor& key, const at::Tensor& 
     }
     local.kv_lens(lens.clamp(0, key.size(2)));
   }
+  check_query_scale(query, options.query_scale());
+  local.query_scale(std::nullopt);
   attnpack::attention(query.dim() == 4 ? query.narrow(2, 0, 0) : query, key, value, local);
 }
 

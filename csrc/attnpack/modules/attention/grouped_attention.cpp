@@ -34,7 +34,7 @@ void check_qk_norm(const QkNorm& norm, const RotaryEmbedding& rope) {
 template <typename Derived, HeadLayout layout>
 void GroupedAttentionImpl<Derived, layout>::reset() {
   const auto& o = options;
-  check_settings(o.window(), o.softcap(), o.dropout(), o.scale());
+  check_settings(o.window(), o.softcap(), o.dropout(), o.scale(), o.chunk());
   check_size("embed_dim", o.embed_dim());
   check_size("kdim", o.kdim().value_or(1));
   check_size("vdim", o.vdim().value_or(1));
@@ -48,7 +48,6 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
   }
   check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
   check_size("q_lora_rank", o.q_lora_rank().value_or(1));
-  check_size("chunk", o.chunk().value_or(1));
   check_gate_options(o.gate(), o.gate_activation());
   check_query_scale_options(o.query_scale());
   ATTNPACK_CHECK(

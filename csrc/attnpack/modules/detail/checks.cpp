@@ -14,15 +14,14 @@
 namespace attnpack {
 
 void check_settings(const std::optional<Window>& window, double softcap, double dropout,
-                    const std::optional<double>& scale) {
-  const auto [left, right] = window.value_or(Window{-1, -1});
-  ATTNPACK_CHECK(left >= -1 && right >= -1, "window: got (", left, ", ", right,
-                 "), want how many keys before and after, -1 for all of them");
-  ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap: got ", softcap,
-                 ", want a number above 0, or 0 for none");
+                    const std::optional<double>& scale, const std::optional<int64_t>& chunk) {
+  ScoreRules rules;
+  rules.window = window.value_or(kNoWindow);
+  rules.chunk = chunk;
+  rules.softcap = softcap;
+  rules.scale = scale;
+  check_rule_numbers(rules, true);  // the dtype is that of the inputs
   check_dropout("dropout", dropout);
-  ATTNPACK_CHECK(!scale || std::isfinite(*scale), "scale: got ", *scale,
-                 ", want a finite number, or none for 1 / sqrt(head_dim)");
 }
 
 void check_parameter_size(const char* names, at::IntArrayRef sizes, size_t element_bytes) {

@@ -13,7 +13,7 @@ namespace attnpack {
 
 // Refuses settings of the scores that are wrong for any input.
 void check_settings(const std::optional<Window>& window, double softcap, double dropout,
-                    const std::optional<double>& scale);
+                    const std::optional<double>& scale, const std::optional<int64_t>& chunk = std::nullopt);
 
 // Checks that a probability of dropout is 0 <= p < 1.
 void check_dropout(const char* name, double dropout);

@@ -95,6 +95,19 @@ void check_dropout(double dropout_p) {
   ATTNPACK_CHECK(dropout_p >= 0 && dropout_p < 1, "dropout_p is ", dropout_p, ", wants 0 <= dropout_p < 1");
 }
 
+void check_rule_numbers(const ScoreRules& rules, bool wide) {
+  ATTNPACK_CHECK(rules.window[0] >= -1 && rules.window[1] >= -1, "window is (", rules.window[0], ", ", rules.window[1],
+                 "), wants numbers >= 0, or -1 for unbounded");
+  ATTNPACK_CHECK(!rules.chunk || (*rules.chunk >= 1 && *rules.chunk <= kMostChunk), "chunk is ", *rules.chunk,
+                 ", wants how many positions a chunk has, 1 to ", kMostChunk, ", or none");
+  ATTNPACK_CHECK(rules.softcap >= 0 && std::isfinite(rules.softcap), "softcap is ", rules.softcap,
+                 ", wants a finite number > 0, or 0 for none");
+  const double most = greatest_scale(wide);
+  ATTNPACK_CHECK(!rules.scale || std::abs(*rules.scale) <= most, "scale is ", *rules.scale,
+                 ", wants a finite number from ", -most, " to ", most, wide ? "" : " for queries not in float64",
+                 ", or none for 1 / sqrt(head_dim)");
+}
+
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args) {
   const auto check_rank = [](const char* name, const Tensor& t) {
     ATTNPACK_CHECK(t.dim() == 4, name, " has shape ", t.sym_sizes(), ", wants 4 dimensions [batch, heads, length, ",
@@ -127,15 +140,7 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_key_index(query, key, args);
   check_per_sequence("kv_lens", args.kv_lens, query);  // first: q_offset "end" was made from it
   check_per_sequence("q_offset", args.q_offsets, query);
-  ATTNPACK_CHECK(args.window[0] >= -1 && args.window[1] >= -1, "window is (", args.window[0], ", ", args.window[1],
-                 "), wants numbers >= 0, or -1 for unbounded");
-  ATTNPACK_CHECK(!args.chunk || (*args.chunk >= 1 && *args.chunk <= kMostChunk), "chunk is ", *args.chunk,
-                 ", wants how many positions a chunk has, 1 to ", kMostChunk, ", or none");
-  ATTNPACK_CHECK(args.softcap >= 0 && std::isfinite(args.softcap), "softcap is ", args.softcap,
-                 ", wants a finite number > 0, or 0 for none");
-  const double most = greatest_scale(accumulation_type(dtype));
-  ATTNPACK_CHECK(!args.scale || std::abs(*args.scale) <= most, "scale is ", *args.scale,
-                 ", wants a finite number from ", -most, " to ", most, ", for query in ", dtype, ", or none");
+  check_rule_numbers(args, accumulation_type(dtype) == at::kDouble);
   check_per_head("sinks", args.sinks, query);
   check_per_head("alibi_slopes", args.alibi_slopes, query);
   ATTNPACK_CHECK(!args.alibi_slopes || !args.alibi_slopes->requires_grad(),

@@ -3,6 +3,7 @@ op."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ... import cpp
 from ..._C import checks
 from ...ops import alibi_slopes
+from ...signatures import Function
 from ..linear import low_rank, project
 from ..norm import RMSNorm, rms_norm
 from ..rope import RotaryEmbedding
@@ -234,6 +236,17 @@ class GroupedQueryAttention(ContextAttention):
         return project(self.o_proj, self._gated(joined, x, self.head_dim))
 
 
+_OF_GROUPS = frozenset({"num_kv_heads", "head_map"})
+
+
+def _spelled_out(init: Function) -> Function:
+    """`init` with the arguments of GroupedQueryAttention in its signature, without those of groups."""
+    whole = inspect.signature(GroupedQueryAttention.__init__)
+    shown = [parameter for parameter in whole.parameters.values() if parameter.name not in _OF_GROUPS]
+    init.__signature__ = whole.replace(parameters=shown)
+    return init
+
+
 def _reject_settings(name: str, settings: AttentionSettings) -> None:
     """Raises TypeError for keywords that `name` does not have."""
     for setting in settings.keys() - AttentionSettings.__annotations__.keys():
@@ -245,8 +258,9 @@ class MultiHeadAttention(GroupedQueryAttention):
     num_kv_heads and head_map."""
 
     _cpp_class = cpp.MultiHeadAttention
-    _not_of_twin = frozenset({"num_kv_heads", "head_map"})
+    _not_of_twin = _OF_GROUPS
 
+    @_spelled_out
     def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
         _reject_settings("MultiHeadAttention", settings)
         super().__init__(embed_dim, num_heads, num_heads, **settings)
@@ -257,8 +271,9 @@ class MultiQueryAttention(GroupedQueryAttention):
     head_map."""
 
     _cpp_class = cpp.MultiQueryAttention
-    _not_of_twin = frozenset({"num_kv_heads", "head_map"})
+    _not_of_twin = _OF_GROUPS
 
+    @_spelled_out
     def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
         _reject_settings("MultiQueryAttention", settings)
         super().__init__(embed_dim, num_heads, 1, **settings)
