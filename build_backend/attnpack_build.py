@@ -61,7 +61,8 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     releases = os.environ.pop(WHEEL_TORCHES, "").split()  # the script builds each of them by this function
     if not releases:
         return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    here = os.environ | {"VIRTUAL_ENV": sys.prefix}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    here = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": path}
     subprocess.run(["bash", "scripts/wheel.sh", *releases], check=True, env=here)
     (wheel,) = Path("dist").glob("attnpack-*.whl")
     return Path(shutil.copy(wheel, wheel_directory)).name

@@ -15,8 +15,8 @@ target_include_directories(attnpack_kernels SYSTEM INTERFACE
 target_include_directories(attnpack_kernels PRIVATE csrc)
 target_link_libraries(attnpack_kernels PRIVATE Threads::Threads)
 attnpack_take_old_glibc(attnpack_kernels)
-if(NOT APPLE)  # without what only libattnpack takes of old_glibc.cpp
-  target_link_options(attnpack_kernels PRIVATE LINKER:--gc-sections)
+if(NOT APPLE)  # without what only libattnpack takes of old_glibc.cpp; dlclose leaves the code of threads that sleep
+  target_link_options(attnpack_kernels PRIVATE LINKER:--gc-sections LINKER:-z,nodelete)
 endif()
 # Names with a version, for a system that keeps several. A wheel cannot hold links, and Python's package keeps its
 # libraries to itself, as torch does.

@@ -73,7 +73,7 @@ run_under_torch() {
   OMP_WAIT_POLICY=passive ctest --test-dir "$tree" --parallel "$processes" 2>&1 | tee "$log" || status=1
   rows+=("torch $release: $(grep 'tests passed' "$log")")
   for part in "${parts[@]}"; do
-    PYTHONPATH=$folder/package run_shared "$python" -m "not long" -p no:cacheprovider $part 2>&1 | tee "$log" || status=1
+    PYTHONPATH=$folder/package run_shared "$python" -m "not long" -p no:cacheprovider $part 2>&1 | tee -a "$log" || status=1
     rows+=("torch $release, ${part//tests\//}: $(tail -1 "$log" | tr -d =)")
   done
   return "$status"
@@ -98,7 +98,7 @@ if [ "${1:-}" = --torch ]; then
         set -- "$release"
         break
       fi
-      say "no package index gives torch $release: not tested"
+      say "torch $release cannot be had here: not tested"
     done
     [ $# != 0 ] || exit 0
   elif [ $# = 0 ]; then

@@ -31,7 +31,8 @@ build() {
 
 # Two processes share the tests. Their threads sleep while they wait: threads that spin take the cores of the other
 # process, and tests last ten times.
-processes=$(($(nproc) > 1 ? 2 : 1))
+cores=$(getconf _NPROCESSORS_ONLN)  # nproc is not on macOS
+processes=$((cores > 1 ? 2 : 1))
 # run_shared <python> [argument of pytest]: a file's tests stay in one process, because its fixtures are made once per
 # process.
 run_shared() {
@@ -80,7 +81,7 @@ make_environment() {
   local python options=()
   python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubuntu: apt-get install python3-venv)."
   if has_torch "$python"; then options=(--system-site-packages); fi
-  "$python" -m venv "${options[@]}" .venv ||
+  "$python" -m venv ${options[@]+"${options[@]}"} .venv ||
     stop "$python cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv."
 }
 

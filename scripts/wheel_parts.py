@@ -6,7 +6,8 @@
     python scripts/wheel_parts.py check WHEEL TORCH ...    TORCH: the folders of the releases that it was built for
 
 `check` exits with 1 if a library looks for others outside of the wheel and torch, if it needs a symbol that its torch
-lacks, if a file names a folder of this machine, or if a part is missing.
+lacks or a private one that private_torch_symbols.txt does not list, if a file names a folder of this machine, or if a
+part is missing.
 """
 
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSION = ROOT / "csrc/attnpack/version.h"
+ALLOWED = frozenset((ROOT / "scripts/private_torch_symbols.txt").read_text().split("\n"))
 OF_A_PREFIX = ("lib/libattnpack.so", "include/attnpack/attnpack.h", "share/cmake/attnpack/attnpackConfig.cmake",
                "share/attnpack/build.json", "lib/pkgconfig/attnpack.pc")  # fmt: skip
 SHARED = ("lib/libattnpack_kernels.so", "include/attnpack/kernels.h", "lib/pkgconfig/attnpack_kernels.pc",
@@ -94,8 +96,12 @@ def check(wheel: Path, torches: list[Path]) -> list[str]:
             prefix = package / f"torch-{minor_of(torch)}"
             wrong += [f"{prefix.name} lacks {part}" for part in OF_A_PREFIX if not (prefix / part).is_file()]
             libraries = [*prefix.glob("lib/*.so"), *prefix.glob("_C.*.so")]
-            known = defined_symbols([*kernels, *libraries, *(torch / "lib").glob("lib*.so")])
+            known = defined_symbols([*kernels, *libraries, *(torch / "lib").glob("lib*.so*")])
             wrong += faults_of(libraries, package, known, "no library of torch")
+            own = defined_symbols([*kernels, *libraries])
+            for library in libraries:
+                used = private_names(needed_symbols(library) - own)
+                wrong += [f"{library.relative_to(package)}: {name} is private to torch" for name in used - ALLOWED]
         for library in sorted({*kernels, *package.glob("torch-*/**/*.so")}):
             print(f"{library.relative_to(package)}: {library.stat().st_size / 1e6:.1f} MB")
         return wrong
@@ -145,9 +151,22 @@ def defined_symbols(libraries: list[Path]) -> set[str]:
 
 
 def needed_symbols(library: Path) -> set[str]:
-    """Those of C++ without a version, which are torch's or ours: the system's names have one."""
+    """Those without a version, which are torch's or ours: the system's names have one. The program has Python's."""
     lines = [line.split() for line in printed("nm", "-D", "--undefined-only", library).splitlines()]
-    return {words[-1] for words in lines if words[0] == "U" and words[-1].startswith("_Z") and "@" not in words[-1]}
+    names = {words[-1] for words in lines if words[0] == "U" and "@" not in words[-1]}
+    return {name for name in names if not re.match("_?Py", name)}
+
+
+PUBLIC = re.compile(
+    r"(?:.* )?(?:at|c10|c10d|caffe2|torch|pybind11|std)::(?!(?:native|detail|impl|internal|functorch|dynamo|jit)::)"
+)
+
+
+def private_names(symbols: set[str]) -> set[str]:
+    """Those that no public header of torch promises, without their arguments."""
+    names = subprocess.run(["c++filt"], input="\n".join(symbols), text=True, capture_output=True, check=True).stdout
+    shown = {line.partition("(")[0] for line in names.splitlines()}
+    return {name for name in shown if not PUBLIC.match(name)}
 
 
 def printed(*command) -> str:

@@ -18,8 +18,10 @@ from types import ModuleType
 
 try:
     import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
+
+    torch.__version__  # noqa: B018 (an empty folder that an uninstall left is no torch)
+except (ModuleNotFoundError, AttributeError) as error:
+    if error.name not in ("torch", "__version__"):
         raise
     torch = None  # load() says so
 
@@ -66,16 +68,18 @@ def build_record() -> dict[str, str]:
     file = PREFIX / "share" / "attnpack" / "build.json"
     try:
         record = json.loads(file.read_text())
-        if not (isinstance(record, dict) and _RECORDED <= record.keys()):
+        if not (isinstance(record, dict) and all(isinstance(record.get(name), str) for name in _RECORDED)):
             raise ValueError
         return record
-    except ValueError:  # what json and the decoder raise, too
-        raise ImportError(f"attnpack's record of the build, {file}, is damaged: {_AGAIN}") from None
     except FileNotFoundError:
+        if IN_WHEEL:
+            raise ImportError(f"attnpack's record of the build, {file}, is missing: {_AGAIN}") from None
         raise ImportError(
             f"attnpack's native code is not built in {PACKAGE}: run `pip install .`, or `pip install -e .` to work on "
             "it, in attnpack's source folder"
         ) from None
+    except (ValueError, OSError, RecursionError):  # ValueError: of json, too
+        raise ImportError(f"attnpack's record of the build, {file}, is damaged: {_AGAIN}") from None
 
 
 def loaded_copies(name: str = LIBRARY.name) -> list[str]:

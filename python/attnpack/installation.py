@@ -1,5 +1,6 @@
 """The parts that are installed and loaded, and why others are not: the table of `attnpack info`, for bug reports."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -31,8 +32,11 @@ def collect_info(failure: str = "") -> dict[str, Any]:
     try:
         build = build_record()
     except ImportError:
-        build = dict.fromkeys(("version", "torch", "pybind11", "compiler", "build_type"), "nothing is built")
-        build["torch"] = " and ".join(IN_WHEEL) or build["torch"]
+        build = dict.fromkeys(("version", "torch", "pybind11", "compiler", "build_type"), "unknown")
+        if IN_WHEEL:
+            build["torch"] = " and ".join(IN_WHEEL)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            build["version"] = importlib.metadata.version("attnpack")
     return {
         "attnpack": build["version"],
         "torch": {"running": torch.__version__, "built_for": build["torch"]},
@@ -57,7 +61,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
         },
         "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
         "tested": {name: list(releases) for name, releases in TESTED.items()},
-        "cmake_prefix": str(PREFIX),
+        "cmake_prefix": str(PREFIX) if (PREFIX / "share/cmake/attnpack").exists() else None,
     }
 
 
@@ -121,7 +125,8 @@ def _lines(info: dict[str, Any]) -> list[str]:
         rows.append((name, library["path"] if library["loaded"] else f"not loaded: {library['why']}"))
     rows += info["optional"].items()
     rows.append(("tested with", "; ".join(f"{name} {', '.join(found)}" for name, found in info["tested"].items())))
-    rows.append(("find_package", f"CMAKE_PREFIX_PATH={info['cmake_prefix']}"))
+    prefix = info["cmake_prefix"]
+    rows.append(("find_package", f"CMAKE_PREFIX_PATH={prefix}" if prefix else "nothing is built for this torch"))
     return [f"{name:<20} {value}" for name, value in rows]
 
 

@@ -287,11 +287,12 @@ import ctypes, torch
 t = importlib.import_module("test_kernels_library")
 library, given = t.load(), t.tensors(torch.float32)
 sizes = ("batch", "num_heads", "num_kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
-table, tried = torch.zeros(2, 9, dtype=torch.int32), set()
+table, numbers, tried = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(6, dtype=torch.int64), set()
 for name, other in itertools.product(sizes, sizes + ("page_size", "num_pages")):
     for huge in (2**57, 2**60, 2**61 - 1, 2**63 - 1):
         args = t.arguments(*given, **{{other: 0, name: huge}}, table_stride=9)
         args.block_table = table.data_ptr() if other.startswith("page") else None
+        args.head_map, args.kv_lens = numbers.data_ptr(), numbers.data_ptr()
         error = library.attnpack_attention(ctypes.byref(args), None)
         assert error, (name, other, huge)
         tried.add(error.decode().split()[1])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,27 @@ def test_without_torch():
     assert message == "attnpack needs torch >= 2.11, which is not installed: run `pip install torch`"
 
 
+def test_a_folder_that_an_uninstall_left_is_no_torch(tmp_path):
+    (tmp_path / "torch").mkdir()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); sys.modules.pop('torch', None); import attnpack"
+    ran = run_program(sys.executable, "-S", "-c", code, ROOT / "python", cwd=tmp_path)
+    assert import_error(ran).startswith("attnpack needs torch >= 2.11, which is not installed")
+
+
 def test_without_a_build(tmp_path):
     shutil.rmtree(copy_package(tmp_path) / "attnpack/share")
     message = import_error(run_python("import attnpack", first=tmp_path))
     assert message.startswith(f"attnpack's native code is not built in {tmp_path / 'attnpack'}: run `pip install .`")
 
 
-@pytest.mark.parametrize("written", [b"{", b"[]", b"\xff", b'{"torch": "2.13.0"}'])
+@pytest.mark.parametrize("written", [b"{", b"[]", b"\xff", b'{"torch": "2.13.0"}', b"[" * 100_000, None])
 def test_a_damaged_record_of_the_build(tmp_path, written):
     record = copy_package(tmp_path) / "attnpack/share/attnpack/build.json"
-    record.write_bytes(written)
+    if written is None:
+        record.unlink()
+        record.mkdir()
+    else:
+        record.write_bytes(written)
     message = import_error(run_python("import attnpack", first=tmp_path))
     assert message.startswith(f"attnpack's record of the build, {record}, is damaged: build it again")
 

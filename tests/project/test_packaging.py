@@ -15,7 +15,7 @@ import pytest
 import torch
 from attnpack import _load
 from attnpack.tools import info
-from processes import ROOT, TORCH_DIR, fake_torch, needs, run_program, run_python, without_python
+from processes import ROOT, TORCH_DIR, fake_torch, needs, run_attnpack, run_program, run_python, without_python
 from script_modules import load_script
 
 EXAMPLE = ROOT / "examples/cpp/hello_attention"
@@ -83,7 +83,8 @@ def test_the_check_of_a_wheel_finds_what_is_wrong(wheel, prefix, tmp_path):
     (broken / "share/attnpack/build.json").unlink()
     (broken / "note.txt").write_text(f"made in {ROOT}")
     source = tmp_path / "outside.cpp"
-    source.write_text("namespace at { void none(); } void f() { at::none(); }")
+    declared = "namespace at { void none(); namespace native { void none(); } }"
+    source.write_text(declared + " void f() { at::none(); at::native::none(); }")
     compiler = os.environ.get("CXX", "c++")
     built = run_program(compiler, "-shared", "-fPIC", source, "-Wl,-rpath,/elsewhere", "-o", broken / "lib/bad.so")
     assert built.returncode == 0, built.text
@@ -91,9 +92,10 @@ def test_the_check_of_a_wheel_finds_what_is_wrong(wheel, prefix, tmp_path):
     wrong = "\n".join(wheel_parts.check(archive, [TORCH_DIR]))
     for finding in ("beside the package stand torchgen", f"{PREFIX} lacks share/attnpack/build.json",
                     f"note.txt names {ROOT}", "lib/bad.so: RUNPATH /elsewhere",
-                    "lib/bad.so: no library of torch defines _ZN2at4noneEv"):  # fmt: skip
+                    "lib/bad.so: no library of torch defines _ZN2at4noneEv",
+                    "lib/bad.so: at::native::none is private to torch"):  # fmt: skip
         assert finding in wrong
-    assert len(wrong.splitlines()) == 5, wrong
+    assert len(wrong.splitlines()) == 7, wrong  # no library defines the private one either
 
 
 def test_wheels_for_several_torches_are_joined(wheel, tmp_path):
@@ -113,6 +115,10 @@ def test_wheels_for_several_torches_are_joined(wheel, tmp_path):
     ran = run_python("import attnpack; print(attnpack._load.PREFIX)", first=site)
     assert ran.stdout.strip() == str(site / "attnpack" / PREFIX), ran.text
     shutil.rmtree(site / "attnpack" / PREFIX)
+    shown = run_attnpack("info", first=site)
+    lines = dict(line.split(maxsplit=1) for line in shown.stdout.splitlines())
+    assert lines["attnpack"] == attnpack.__version__ and lines["torch"].endswith("built for 2.11"), shown.text
+    assert lines["find_package"] == "nothing is built for this torch"
     stopped = run_python("import attnpack", first=site)
     wanted = f"this wheel of attnpack has native code for torch 2.11, but this is torch {torch.__version__}: run "
     assert stopped.returncode == 1 and wanted in stopped.stderr.splitlines()[-1]

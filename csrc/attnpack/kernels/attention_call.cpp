@@ -75,6 +75,7 @@ Strides kernel_strides(const attnpack_strides& given, int64_t heads, int64_t row
 
 AttentionCall::AttentionCall(const attnpack_attention_args& args) : args_(known_members(args)) {
   check();
+  if (is_empty()) return;
   AttentionParams p{};
   fill(p);
   if (p.block_table)
@@ -93,6 +94,8 @@ void AttentionCall::check() const {
   for (const auto& [name, size] : sizes) check_that(size >= 0, "%s is %" PRId64 ", wants 0 or more", name, size);
   const DType dtype = kernel_dtype("dtype", a.dtype, false);
   const bool wide = dtype == DType::kFloat64;
+  check_that(!a.block_table || a.page_size > 0, "page_size is %" PRId64 ", wants the keys of a page", a.page_size);
+  check_memory(bytes_of(dtype));  // before the arrays of so many numbers are read
   const auto needs = [](const char* name, const void* pointer, bool has_numbers) {
     check_that(pointer || !has_numbers, "%s is NULL, wants a pointer to its numbers", name);
   };
@@ -127,9 +130,7 @@ void AttentionCall::check() const {
   for (int64_t b = 0; a.kv_lens && b < a.batch; ++b)
     check_that(a.kv_lens[b] >= 0 && a.kv_lens[b] <= a.kv_len,
                "kv_lens[%" PRId64 "] is %" PRId64 ", wants 0 to kv_len = %" PRId64, b, a.kv_lens[b], a.kv_len);
-  check_that(!a.block_table || a.page_size > 0, "page_size is %" PRId64 ", wants the keys of a page", a.page_size);
-  check_memory(bytes_of(dtype));
-  if (a.block_table) check_pages();
+  if (a.block_table && !is_empty()) check_pages();
 }
 
 void AttentionCall::check_memory(int64_t element_size) const {

@@ -21,10 +21,11 @@ class AttentionCall {
   explicit AttentionCall(const attnpack_attention_args& args);
   AttentionCall(const AttentionCall&) = delete;
   AttentionCall& operator=(const AttentionCall&) = delete;
-  // One for the batch; with pages one for each sequence.
+  // One for the batch; with pages one for each sequence. None where there is nothing to compute.
   const std::vector<AttentionParams>& calls() const { return calls_; }
 
  private:
+  bool is_empty() const { return !args_.batch || !args_.num_heads || !args_.q_len; }
   void check() const;
   void check_memory(int64_t element_size) const;
   void check_pages() const;
