@@ -10,6 +10,7 @@
 #include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/null.h>
 
 namespace attnpack {
 
@@ -32,9 +33,10 @@ c10::SymInt longest_length(const Tensor& lengths, const c10::SymInt& capacity) {
 }
 
 Tensor copy_lengths(const Tensor& lengths) {
-  if (!lengths.is_cpu() || lengths.scalar_type() != at::kLong || !lengths.is_contiguous() ||
-      at::isTensorSubclassLike(lengths))
-    return lengths.clone();
+  // In a graph an op that a compiler cannot look into: Inductor of torch 2.15 fuses a plain copy with what reads it,
+  // and then reads the lengths after an append has changed them.
+  if (at::isTensorSubclassLike(lengths)) return null(lengths);
+  if (!lengths.is_cpu() || lengths.scalar_type() != at::kLong || !lengths.is_contiguous()) return lengths.clone();
   const Tensor copy = empty_result(lengths.sizes(), lengths.options());
   std::copy_n(lengths.const_data_ptr<int64_t>(), lengths.numel(), copy.mutable_data_ptr<int64_t>());
   return copy;
