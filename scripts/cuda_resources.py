@@ -22,6 +22,10 @@ LIMITS = {
     # With rules: faster than the kernels of all devices all the same.
     r"forward_sm90_kernel<\w+, \d+, \d+, 0, \d>": 1600,
     r"key_gradient_kernel": 280,
+    # Under a mask: the warps that copy have 24 registers. The loop of products spills nothing (test_cuda_sass.py).
+    r"key_gradient_kernel<\w+, \d+, \d+, 2>": 620,
+    # With rules: two sums, two products and the rules need more registers than there are.
+    r"key_gradient_kernel<\w+, \d+, \d+, 0>": 1000,
 }
 
 

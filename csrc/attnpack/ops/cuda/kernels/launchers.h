@@ -21,6 +21,10 @@ const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, vo
                          void* stream);
 const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
                           void* stream);
+const char* backward_masked_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                                 void* stream);
+const char* backward_rules_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                                void* stream);
 // Add up the parts of a gradient, if there are several.
 const char* sum_query_gradient(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
                                void* stream);
