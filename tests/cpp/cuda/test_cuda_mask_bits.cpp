@@ -72,7 +72,7 @@ std::vector<int32_t> numbers_of(const ListedSteps& steps) { return {steps.number
 
 TEST_CASE("a mask's bits are its numbers, and the lists of rows hold the steps of keys that they see") {
   std::mt19937 random(17);
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 30; ++round) {
     const MaskedCall call(random);
     const AttentionParams& p = call.p;
     const int64_t tiles = (call.most_group * p.q_len + 127) / 128;
@@ -96,6 +96,7 @@ TEST_CASE("a mask's bits are its numbers, and the lists of rows hold the steps o
       for (int64_t kv = 0; kv < p.num_kv_heads; ++kv)
         for (int64_t tile = 0; tile < tiles; ++tile) {
           const int64_t from = draw(random, 0, p.kv_len), to = draw(random, from, p.kv_len), group = group_size(p, kv);
+          if (128 * tile >= group * p.q_len) continue;  // no rows
           const Range keys = from < to ? Range{from, to} : Range{0, 0};
           std::vector<int32_t> wanted;
           for (int64_t step = keys.begin / l.step; step * l.step < keys.end; ++step) {
@@ -115,7 +116,7 @@ TEST_CASE("a mask's bits are its numbers, and the lists of rows hold the steps o
 
 TEST_CASE("the lists of keys hold the steps of rows that see them, by mask and ranges") {
   std::mt19937 random(18);
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 30; ++round) {
     MaskedCall call(random);
     call.add_ranges(random);
     const AttentionParams& p = call.p;
@@ -149,4 +150,85 @@ TEST_CASE("the lists of keys hold the steps of rows that see them, by mask and r
           CHECK(numbers_of(steps_of_rows(l, workspace, b, kv, tile)) == wanted);
         }
   }
+}
+
+TEST_CASE("a list of more rows than 32 bits count") {
+  // Two heads of a kv head. The first one sees the last 2 keys, the second one all but these.
+  AttentionParams p{};
+  p.batch = p.num_kv_heads = 1;
+  p.num_heads = 2;
+  p.q_len = (int64_t{1} << 30) + 100;
+  p.kv_len = 130;
+  std::vector<char> numbers(2 * 130);
+  for (int64_t i = 0; i < 130; ++i) numbers[i < 128 ? 130 + i : i] = true;
+  p.mask = numbers.data();
+  p.mask_dtype = DType::kBool;
+  p.mask_strides = {0, 130, 0, 1};
+  const MaskBits m = plan_mask_bits(p, 0);
+  const MaskLists l = plan_key_lists(p, (2 * p.q_len + 127) / 128, 128, end_of(m));
+  Guarded memory(end_of(l)), shared(sizeof(MaskListShared));  // of which little is touched
+  run_pack_mask(p, m, memory.data(), 1);
+  EmulatedBlock(kMaskThreads, 1).run([&] {
+    list_keys_block(p, m, l, 128, memory.data(), l.tiles - 1, *static_cast<MaskListShared*>(shared.data()));
+  });
+  CHECK(numbers_of(steps_of_keys(l, memory.data(), 0, 0, l.tiles - 1, {0, 130})) == std::vector<int32_t>{1, 3});
+}
+
+TEST_CASE("the kernels read bits where 32 bits count them") {
+  alignas(16) char memory[16] = {};
+  const auto stores = [&](int64_t batch, int64_t q_len, int64_t kv_len, const Strides& mask, int64_t head_dim = 64) {
+    AttentionParams p{};
+    p.batch = batch;
+    p.num_heads = p.num_kv_heads = 1;
+    p.q_len = q_len;
+    p.kv_len = kv_len;
+    p.head_dim = head_dim;
+    p.v_head_dim = 64;
+    p.dtype = DType::kBFloat16;
+    p.scale = 1;
+    p.window_left = p.window_right = -1;
+    p.query = p.key = p.value = p.mask = p.out = memory;
+    p.query_strides = p.key_strides = p.value_strides = {0, 0, head_dim, 1};
+    p.mask_dtype = DType::kBool;
+    p.mask_strides = mask;
+    const Device device{132, 227 * 1024, true};
+    const ForwardPlan plan = plan_forward(p, 1, device);
+    CHECK(plan.kernel == ForwardKernel::kSm90);
+    CHECK(is_masked(p) == (plan.mask.rows > 0));
+    AttentionBackwardParams bp{p};
+    bp.grad_out = bp.grad_query = bp.grad_key = bp.grad_value = memory;
+    bp.grad_out_strides = bp.grad_query_strides = bp.grad_key_strides = bp.grad_value_strides = p.query_strides;
+    const BackwardPlan backward = plan_backward(bp, 1, device);
+    CHECK(backward.sm90 == (is_masked(p) || head_dim <= 128));
+    CHECK((backward.mask.rows > 0) == is_masked(p));
+    if (is_masked(p)) {
+      CHECK(mask_blocks(plan.mask) <= std::numeric_limits<int32_t>::max());
+      CHECK(end_of(plan.mask) / 16 <= std::numeric_limits<uint32_t>::max());
+    }
+    return is_masked(p);
+  };
+  constexpr int64_t kRows = int64_t{1} << 18, kKeys = int64_t{1} << 17;  // 4 GiB of bits
+  for (const int64_t head_dim : {64, 192}) {
+    CHECK(stores(1, kRows, kKeys, {0, 0, kKeys, 1}, head_dim));
+    CHECK(!stores(1, kRows + 1, kKeys, {0, 0, kKeys, 1}, head_dim));
+  }
+  CHECK(!stores(2, kRows, kKeys, {kRows, 0, 1, 0}));  // of few numbers, which all keys share
+  CHECK(stores(2, kRows, kKeys, {0, 0, kKeys, 1}));
+  CHECK(stores(2, int64_t{1} << 27, 1, {int64_t{1} << 27, 0, 1, 1}));
+  CHECK(!stores(3, int64_t{1} << 27, 1, {int64_t{1} << 27, 0, 1, 1}));
+}
+
+TEST_CASE("tiles whose rows share a mask share a list") {
+  AttentionParams p{};
+  p.batch = p.num_kv_heads = 2;
+  p.num_heads = 4;
+  p.q_len = p.kv_len = 1000;
+  const auto lists = [&](const Strides& mask) {
+    p.mask_strides = mask;
+    return count_lists(plan_key_lists(p, 16, 128, 0));
+  };
+  CHECK(lists({0, 0, 0, 1}) == 1);
+  CHECK(lists({1000, 0, 0, 1}) == 2);
+  CHECK(lists({0, 1000, 0, 1}) == 2 * 16);
+  CHECK(lists({0, 0, 1000, 1}) == 16);
 }

@@ -24,7 +24,7 @@ ATTNPACK_HD inline int32_t* mask_list(const MaskLists& l, void* workspace, int64
 }
 ATTNPACK_HD inline int32_t* mask_list(const MaskLists& l, void* workspace, int64_t b, int64_t kv_head, int64_t tile) {
   const int64_t of_head = (l.batches > 1 ? b : 0) * l.kv_heads + (l.kv_heads > 1 ? kv_head : 0);
-  return mask_list(l, workspace, of_head * l.tiles + tile);
+  return mask_list(l, workspace, of_head * l.tiles + (l.tiles > 1 ? tile : 0));
 }
 
 // A step of a list, as one number: the step, and whether the mask hides any of its pairs.
@@ -83,14 +83,15 @@ ATTNPACK_DEVICE void pack_mask_block(const AttentionParams& p, const MaskBits& m
   if (lane < kWordsOfWarp && first + lane < m.words) to[first + lane] = mine;
 }
 
+// The first bits of a word: none if count is below 1, all from 32 on.
+ATTNPACK_HD inline uint32_t first_bits(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
 // What a tile's pairs of a step say.
 struct StepPairs {
   bool seen = false, hidden = false;
   // bits: of one row. keys: how many keys there are from the word's first one on. inside: those that its range leaves.
   ATTNPACK_DEVICE void add(uint32_t bits, int64_t keys, uint32_t inside = ~0u) {
-    const uint32_t there = keys >= 32 ? ~0u : keys > 0 ? (1u << keys) - 1 : 0;
     seen |= (bits & inside) != 0;
-    hidden |= (~bits & there) != 0;
+    hidden |= (~bits & first_bits(keys)) != 0;
   }
 };
 struct MaskListShared {
@@ -133,15 +134,18 @@ ATTNPACK_DEVICE void list_keys_block(const AttentionParams& p, const MaskBits& m
                                      void* workspace, int64_t block, MaskListShared& shared) {
   const BlockPlace at = place_of_block(block, l.batches * l.kv_heads, l.tiles, 1);
   const HeadPlace head = place_of_head(at.head, l.kv_heads);
-  const int32_t group = static_cast<int32_t>(group_size(p, head.kv_head)),
-                first = static_cast<int32_t>(at.tile * tile_rows), left = group * static_cast<int32_t>(p.q_len) - first,
-                rows = left < tile_rows ? left : static_cast<int32_t>(tile_rows);
+  // Rows are counted from the tile's first query on: 32 bits may not count all rows of a kv head.
+  const int64_t members = group_size(p, head.kv_head), first = at.tile * tile_rows, left = members * p.q_len - first,
+                query = left > 0 ? first / members : 0;
+  const int32_t group = static_cast<int32_t>(members),
+                begin = left > 0 ? static_cast<int32_t>(first - query * members) : 0,
+                end = left > 0 ? begin + static_cast<int32_t>(left < tile_rows ? left : tile_rows) : 0;
   const int words = static_cast<int>(l.step) / 32;
   const auto pairs = [&](int32_t step) {
     StepPairs pairs;
-    for (int32_t r = first + thread_id() / kWarp; r < first + rows; r += kMaskWarps) {
+    for (int32_t r = begin + thread_id() / kWarp; r < end; r += kMaskWarps) {
       const uint32_t* bits =
-          mask_row(m, workspace, head.batch, group_head(p, head.kv_head, r % group), r / group) + step * words;
+          mask_row(m, workspace, head.batch, group_head(p, head.kv_head, r % group), query + r / group) + step * words;
       for (int w = 0; w < words; ++w) pairs.add(bits[w], p.kv_len - (int64_t{step} * words + w) * 32);
     }
     return pairs;
@@ -154,14 +158,7 @@ ATTNPACK_DEVICE void list_keys_block(const AttentionParams& p, const MaskBits& m
 
 // The list of one tile of keys. The warps share out the rows of a step.
 ATTNPACK_HD inline uint32_t bits_of_range(const Range& range, int64_t first) {  // of 32 from `first` on
-  const int64_t begin = range.begin - first, end = range.end - first;
-  const uint32_t below_end = end >= 32 ? ~0u
-                             : end > 0 ? (1u << end) - 1
-                                       : 0,
-                 below_begin = begin >= 32 ? ~0u
-                               : begin > 0 ? (1u << begin) - 1
-                                           : 0;
-  return below_end & ~below_begin;
+  return first_bits(range.end - first) & ~first_bits(range.begin - first);
 }
 template <int TileKeys>
 ATTNPACK_DEVICE void list_rows_block(const AttentionParams& p, const MaskBits& m, const MaskLists& l, void* workspace,

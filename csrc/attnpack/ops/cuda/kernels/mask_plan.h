@@ -22,6 +22,10 @@ static inline MaskBits plan_mask_bits(const AttentionParams& p, int64_t begin) {
           to_sixteens(begin)};
 }
 static inline int64_t end_of(const MaskBits& m) { return m.begin + m.batches * m.heads * m.rows * m.words * 4; }
+// The most bytes of bits. Kernels count their rows and words in 32 bits, and a mask whose columns are all alike has
+// fewer bytes than its bits.
+constexpr int64_t kMostMaskBytes = int64_t{1} << 32;
+static inline bool fits_mask_bits(const AttentionParams& p) { return end_of(plan_mask_bits(p, 0)) <= kMostMaskBytes; }
 
 // A list of steps for each tile that sees others than the tiles before it.
 struct MaskLists {
@@ -36,10 +40,18 @@ static inline int64_t end_of(const MaskLists& l) { return l.begin + to_sixteens(
 static inline int64_t kv_heads_with_lists(const AttentionParams& p) {
   return p.mask_strides.head || p.group_start ? p.num_kv_heads : 1;
 }
-// Steps of keys for tiles of rows. Before them the list counts, for each step of all, those that are listed before it.
+// Steps of keys for tiles of rows: one list for all tiles where rows and heads share the mask. Before them the list
+// counts, for each step of all, those that are listed before it.
 static inline MaskLists plan_key_lists(const AttentionParams& p, int64_t tiles, int64_t step, int64_t begin) {
   const int64_t steps = (p.kv_len + step - 1) / step;
-  return {p.mask_strides.batch ? p.batch : 1, kv_heads_with_lists(p), tiles, step, steps, 2 * steps + 1, begin};
+  const bool by_tile = p.mask_strides.row || p.mask_strides.head;
+  return {p.mask_strides.batch ? p.batch : 1,
+          kv_heads_with_lists(p),
+          by_tile ? tiles : 1,
+          step,
+          steps,
+          2 * steps + 1,
+          begin};
 }
 // Steps of rows for tiles of keys, by the mask and by the rows' ranges. A step has rows of one query head. Before them
 // the list has their count.

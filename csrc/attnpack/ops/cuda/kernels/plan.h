@@ -16,9 +16,9 @@ ATTNPACK_HD static inline bool scaled_or_masked(const AttentionParams& p) {
 }
 ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) { return scaled_or_masked(p) && !p.mask; }
 ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
-// Plain, but for a bool mask.
-ATTNPACK_HD static inline bool is_masked(const AttentionParams& p) {
-  return scaled_or_masked(p) && p.mask && p.mask_dtype == DType::kBool && p.dropout_p == 0;
+// Plain, but for a bool mask that can be stored as bits.
+static inline bool is_masked(const AttentionParams& p) {
+  return scaled_or_masked(p) && p.mask && p.mask_dtype == DType::kBool && p.dropout_p == 0 && fits_mask_bits(p);
 }
 
 // Whether rows see different numbers of keys.
@@ -332,9 +332,9 @@ ATTNPACK_HD static inline int64_t gradient_columns(const AttentionParams& p, Gra
   return of == Gradient::kQuery ? p.head_dim : p.head_dim + p.v_head_dim;
 }
 
-// at_once: how many blocks the device runs at once.
+// at_once: how many blocks the device runs at once. uneven: whether tiles differ in length.
 static inline GradientPlan plan_gradient(const AttentionParams& p, Gradient of, int64_t most_group, int64_t tile_owners,
-                                         int64_t step, int64_t at_once) {
+                                         int64_t step, int64_t at_once, bool uneven) {
   const int64_t rows = most_group * p.q_len, others = of == Gradient::kQuery ? p.kv_len : rows;
   // A block of a part writes its sums in the time of about three steps. Fewer than four would not be worth it.
   constexpr int64_t kFewestSteps = 4, kEnds = 3;
@@ -343,7 +343,7 @@ static inline GradientPlan plan_gradient(const AttentionParams& p, Gradient of, 
   plan.tiles = (plan.owners + tile_owners - 1) / tile_owners;
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles;
   plan.parts = parts_of_steps(blocks, at_once, (others + step - 1) / step, kFewestSteps, kEnds);
-  plan.section = heads_of_section(has_ranges(p), heads * plan.parts,
+  plan.section = heads_of_section(uneven, heads * plan.parts,
                                   others * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
   plan.blocks = blocks * plan.parts;
   return plan;
@@ -361,6 +361,7 @@ static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int6
   if (plan.width == 0) return plan;
   plan.sm90 = device.sm90 && backward_fits_sm90(bp);
   if (plan.sm90) plan.width = backward_width_sm90(p.head_dim, p.v_head_dim);
+  const bool stores_mask = plan.sm90 && is_masked(p);
   const int64_t blocks_each = !plan.sm90 && plan.width <= 128 ? 2 : 1;  // that a multiprocessor runs at once
   const int64_t most = device.shared_bytes / backward_shared_bytes(plan.width);
   const int64_t at_once = device.multiprocessors * (most < blocks_each ? most : blocks_each);
@@ -369,11 +370,12 @@ static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int6
     const int64_t step = !plan.sm90               ? backward_step(plan.width)
                          : of == Gradient::kQuery ? kBackwardStepSm90
                                                   : backward_rows_sm90(plan.width);
-    gradient = plan_gradient(p, of, most_group, plan.sm90 ? kBackwardOwnersSm90 : kBackwardOwners, step, at_once);
+    gradient = plan_gradient(p, of, most_group, plan.sm90 ? kBackwardOwnersSm90 : kBackwardOwners, step, at_once,
+                             has_ranges(p) || stores_mask);
     const int64_t floats = p.batch * p.num_kv_heads * gradient.parts * gradient.owners * gradient_columns(p, of);
     if (gradient.parts > 1 && 4 * floats > plan.workspace_bytes) plan.workspace_bytes = 4 * floats;
   }
-  if (plan.sm90 && is_masked(p)) {
+  if (stores_mask) {
     plan.mask = plan_mask_bits(p, plan.workspace_bytes);
     plan.lists_of_rows = plan_key_lists(p, plan.of_rows.tiles, kBackwardStepSm90, end_of(plan.mask));
     plan.lists_of_keys =

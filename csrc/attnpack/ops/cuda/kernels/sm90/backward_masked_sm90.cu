@@ -1,5 +1,4 @@
 #include <attnpack/ops/cuda/kernels/sm90/launch_backward_sm90.cuh>
-#include <attnpack/ops/cuda/kernels/sm90/launch_masked_sm90.cuh>
 
 namespace attnpack::cuda {
 

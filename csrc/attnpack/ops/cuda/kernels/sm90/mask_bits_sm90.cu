@@ -1,9 +1,8 @@
-#pragma once
-
+#include <attnpack/ops/cuda/kernels/launchers.h>
 #include <attnpack/ops/cuda/kernels/launch.cuh>
 #include <attnpack/ops/cuda/kernels/mask_bits.cuh>
 
-// Launches the small kernels that make bits and lists of a bool mask.
+// The small kernels that make bits and lists of a bool mask.
 namespace attnpack::cuda {
 namespace {
 
@@ -27,18 +26,16 @@ __global__ void __launch_bounds__(kMaskThreads)
 
 }  // namespace
 
-inline const char* pack_mask(const AttentionParams& p, const MaskBits& mask, void* workspace, int device,
-                             void* stream) {
+const char* pack_mask(const AttentionParams& p, const MaskBits& mask, void* workspace, int device, void* stream) {
   return launch(pack_mask_kernel, mask_blocks(mask), kMaskThreads, 0, device, stream, p, mask, workspace);
 }
-inline const char* list_keys(const AttentionParams& p, const MaskBits& mask, const MaskLists& lists, int64_t tile_rows,
-                             void* workspace, int device, void* stream) {
+const char* list_keys(const AttentionParams& p, const MaskBits& mask, const MaskLists& lists, int64_t tile_rows,
+                      void* workspace, int device, void* stream) {
   return launch(list_keys_kernel, count_lists(lists), kMaskThreads, 0, device, stream, p, mask, lists, tile_rows,
                 workspace);
 }
-
-inline const char* list_rows(const AttentionParams& p, const MaskBits& mask, const MaskLists& lists, void* workspace,
-                             int device, void* stream) {
+const char* list_rows(const AttentionParams& p, const MaskBits& mask, const MaskLists& lists, void* workspace,
+                      int device, void* stream) {
   return launch(list_rows_kernel, count_lists(lists), kMaskThreads, 0, device, stream, p, mask, lists, workspace);
 }
 
