@@ -257,7 +257,7 @@ const Equivalent kEquivalent[] = {
     {"forward_sm90.cuh", "(in_turn && group_ == 0) sync", kTurns},
     {"forward_sm90.cuh", "auto& end = shared_.end;\n", kSecondTurn},
     {"query_gradient_sm90.cuh", "if (cleaned) {\n      sync", kSecondTurn},
-    {"key_gradient_sm90.cuh", "first_};\n      sync", kSecondTurn},
+    {"key_gradient_sm90.cuh", "at.first}};\n      sync", kSecondTurn},
     {"forward_sm90.cuh", "}\n    sync_block();",
      "equivalent: load_query waits for all before anybody reads the ranges"},
 };
