@@ -159,7 +159,7 @@ def gradient_loop(compiled, name, width, kind):
     """The inner loop of a gradient kernel: a step's products of scores, of values, and for the sums."""
     scores, values = width // 16, 8
     sums = {"query_gradient": 4, "key_gradient": 4 + 4 if width == 128 else 2 + 2}[name]
-    return inner_loop(kernel_named(compiled[0], name, f"Li{width}E", kind), scores + values + sums)
+    return inner_loop(kernel_named(compiled[0], name, f"Li{width}ELi128E", kind), scores + values + sums)
 
 
 @nvcc
