@@ -11,8 +11,8 @@ using namespace attnpack::cuda;
 
 namespace {
 
-// A drawn call with a mask, whose dimensions are broadcast or lie in drawn order. Of each 200 keys all are seen, or
-// hidden, or some.
+// A drawn call with a mask, whose dimensions are broadcast or lie in drawn order. Of each 100 rows and 200 keys all
+// pairs are seen, or hidden, or some.
 struct MaskedCall {
   AttentionParams p{};
   HeadGroups groups;
@@ -40,7 +40,7 @@ struct MaskedCall {
                   heads = coin() ? p.num_heads : 1, batches = coin() ? p.batch : 1;
     numbers.resize(batches * heads * rows * columns);
     for (size_t i = 0; i < numbers.size(); ++i) {
-      const int64_t kind = i % columns / 200 % 3;
+      const int64_t kind = (i % columns / 200 + i / columns / 100) % 3;
       numbers[i] = kind == 2 ? coin() : kind == 1;
     }
     const bool turned = coin();
