@@ -1,7 +1,7 @@
 """Prints the resources of each CUDA kernel from ptxas -v; the exit code is 1 if a kernel spills more than the limit.
 
-Some kernels have limits of their own. An H200 timed those of Hopper with more spills than these
-(benchmarks/results/cuda_sm90.txt).
+Some kernels have limits of their own. An H200 timed Hopper's prefill with rules and its plain gradients with more
+spills than these (benchmarks/results/cuda_sm90.txt).
 
 python scripts/cuda_resources.py LIMIT LOG ...
 """
@@ -22,6 +22,10 @@ LIMITS = {
     # With rules: faster than the kernels of all devices all the same.
     r"forward_sm90_kernel<\w+, \d+, \d+, 0, \d>": 1600,
     r"key_gradient_kernel": 280,
+    # Under a mask: the warps that copy have 24 registers. The loop of products spills nothing (test_cuda_sass.py).
+    r"key_gradient_kernel<\w+, \d+, \d+, 2>": 620,
+    # With rules: sums, two products and the rules need more registers than there are.
+    r"(key|query)_gradient_kernel<\w+, \d+, \d+, 0>": 600,
 }
 
 

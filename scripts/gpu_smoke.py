@@ -69,7 +69,12 @@ def make_cases(device: str) -> Iterator[Case]:
     yield "backward, NaN behind the keys", ("gradient_mma_kernel",), *gradients(poisoned, kv_lens=lens)
     mask = torch.rand(300, 300, generator=generator) < 0.7
     yield "mask", ("prefill_kernel",), *pair(query, key, value, mask=mask)
+    yield "backward, mask", ("gradient_mma_kernel",), *gradients((query, key, value), mask=mask)
+    wide = draw(1, 8, 150, 192), draw(1, 2, 150, 192), draw(1, 2, 150, 128)
+    yield "backward, D 192 and 128", ("gradient_mma_kernel",), *gradients(wide, causal=True)
     yield "mask and cap", ("prefill_kernel",), *pair(query, key, value, mask=mask, softcap=3.0)
+    rules = {"mask": mask, "softcap": 3.0}
+    yield "backward, mask and cap", ("gradient_mma_kernel",), *gradients((query, key, value), **rules)
     for dim in (64, 256):
         query, key, value = draw(1, 4, 200, dim), draw(1, 2, 200, dim), draw(1, 2, 200, dim)
         yield f"prefill, D {dim}", ("prefill_kernel",), *pair(query, key, value, causal=True)

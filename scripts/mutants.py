@@ -4,11 +4,13 @@
 
 A mutant is a piece of a source file with a mark «original → mistake», and the tests that must fail with the mistake:
 they kill the mutant. If no test can see the mistake, `argued` says why. The C++ library is built once, in a copy of the
-tree under build/mutants. It contains all mistakes as switches, and an environment variable turns one on. A Python
-mutant gets its own copy of the tree. The exit code is 0 if every mutant is killed or argued.
+tree under build/mutants. It contains all mistakes as switches, and an environment variable turns one on. So does a
+program per C++ test file that runs CUDA kernels on the emulated block. A Python mutant gets its own copy of the tree.
+The exit code is 0 if every mutant is killed or argued.
 """
 
 import argparse
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -44,7 +46,7 @@ class Mutant:
     name: str
     file: str
     text: str  # with one «original → mistake»
-    tests: tuple[str, ...]  # below tests/, files or test ids
+    tests: tuple[str, ...]  # below tests/, files or test ids; of C++ FILE or FILE::CASE
     argued: str = ""  # why no test can kill it
 
     @property
@@ -145,10 +147,35 @@ def copy_tree(mutants: list[Mutant]) -> None:
             target.write_bytes(content)
 
 
+def is_program(test: str) -> bool:
+    return test.partition("::")[0].endswith(".cpp")
+
+
+def program_of(test: str) -> Path:
+    return COPY / Path(test.partition("::")[0]).stem
+
+
+def build_programs(tests: Iterable[str], jobs: int) -> None:
+    """Builds the C++ tests that run the CUDA kernels' source: headers only, so no library is needed."""
+    torch = Path(importlib.util.find_spec("torch").origin).parent  # catch.h includes a header of it
+    files = {program_of(test): f"tests/{test.partition('::')[0]}" for test in tests if is_program(test)}
+
+    def build(program: Path) -> str:
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-w", "-I", "csrc", "-I", "tests/cpp/support"]
+        command += ["-isystem", f"{torch}/include", "tests/cpp/main.cpp", files[program], "-o", str(program)]
+        command += ["csrc/attnpack/kernels/mutant.cpp", f"-L{torch}/lib", "-lc10", f"-Wl,-rpath,{torch}/lib"]
+        return subprocess.run(command, cwd=COPY, capture_output=True, text=True).stderr
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for errors in filter(None, pool.map(build, files)):
+            sys.exit(f"the mutants do not build:\n{errors[-4000:]}")
+
+
 def build_library(jobs: int) -> None:
     """Builds the C++ library of COPY. It is hardly optimised, because the time of the build matters most."""
     configure = ["cmake", "-S", COPY, "-B", COPY / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={COPY / 'python/attnpack'}"]
+    configure += ["-DATTNPACK_CUDA=OFF"]  # nvcc's device code cannot read the switch
     # The kernels with FMAs, as the limits of tests expect.
     kernels = "-O1;-fexpensive-optimizations"
     configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG", f"-DATTNPACK_KERNEL_OPTIMISATION={kernels}"]
@@ -189,9 +216,25 @@ def run_pytest(arguments: list[str], tree: Path, number: int, log: Path) -> None
     sys.exit(int(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not long", *arguments])))
 
 
+def run_program(test: str, number: int) -> int:
+    case = test.partition("::")[2].replace(",", "\\,")  # a comma would begin another name
+    command = [program_of(test), "--abort", *filter(None, [case])]
+    variables = os.environ | {"ATTNPACK_MUTANT": str(number)}
+    try:
+        return subprocess.run(command, env=variables, capture_output=True, timeout=MOST_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        return 1
+
+
 def run_tests(tests: Iterable[str], tree: Path, *options: str, number: int = 0) -> tuple[int | None, str]:
     """(pytest's exit code, its output); the code is negative if pytest crashed and None if it hung."""
-    arguments = [*options, *(f"tests/{test}" for test in tests)]
+    tests = list(tests)
+    for test in filter(is_program, tests):
+        if code := run_program(test, number):
+            return code, f"FAILED {test}"
+    arguments = [*options, *(f"tests/{test}" for test in tests if not is_program(test))]
+    if len(arguments) == len(options):
+        return 0, ""
     log = COPY / f"{number}_{zlib.crc32(' '.join(arguments).encode())}.log"
     process = PROCESSES.Process(target=run_pytest, args=(arguments, tree, number, log))
     process.start()
@@ -242,9 +285,12 @@ def main() -> int:
     if args.list or not chosen:
         print(*(f"{mutant.name}: {mutant.file}" for mutant in chosen), sep="\n")
         return not chosen
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
     copy_tree(mutants)
-    build_library(args.jobs)
-    check_without_mutant(sorted({test for mutant in chosen for test in mutant.tests}), args.jobs)
+    build_programs(tests, args.jobs)
+    if not all(map(is_program, tests)):
+        build_library(args.jobs)
+    check_without_mutant(tests, args.jobs)
     found = list(run_mutants(chosen, args.jobs))
     killed, argued = found.count("killed"), found.count("argued")
     print(f"killed {killed} of {len(found)} ({100 * killed // len(found)}%), argued {argued}")

@@ -5,6 +5,7 @@ stay the same then, so no other test sees it.
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -14,9 +15,8 @@ import pytest
 from processes import ROOT, needs, run_program
 
 KERNELS = """
-#include <attnpack/ops/cuda/kernels/sm90/key_gradient_sm90.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/launch_backward_sm90.cuh>
 #include <attnpack/ops/cuda/kernels/sm90/launch_sm90.cuh>
-#include <attnpack/ops/cuda/kernels/sm90/query_gradient_sm90.cuh>
 namespace attnpack::cuda {
 #define ATTNPACK_CONSTANT const __grid_constant__
 #define ATTNPACK_MAPS ATTNPACK_CONSTANT TileMap a, ATTNPACK_CONSTANT TileMap b
@@ -40,22 +40,21 @@ template __global__ void forward<WarpgroupForward<BFloat16, 128, 128, Scores::kM
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
 template __global__ void forward<WarpgroupForward<BFloat16, 256, 256, Scores::kMasked>>(
     ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-__global__ void __launch_bounds__(384, 1)
-    query_gradient(ATTNPACK_CONSTANT AttentionBackwardParams bp, ATTNPACK_CONSTANT BackwardPlan plan, ATTNPACK_MAPS,
-                   void* workspace) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  query_gradient_sm90_block<BFloat16, 128>(bp, plan, a, b, workspace, blockIdx.x, shared);
-}
-__global__ void __launch_bounds__(384, 1)
-    key_gradient(ATTNPACK_CONSTANT AttentionBackwardParams bp, ATTNPACK_CONSTANT BackwardPlan plan, ATTNPACK_MAPS,
-                 ATTNPACK_CONSTANT TileMap c, ATTNPACK_CONSTANT TileMap d, void* workspace) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  key_gradient_sm90_block<BFloat16, 128>(bp, plan, a, b, c, d, workspace, blockIdx.x, shared);
-}
+#define ATTNPACK_GRADIENTS(Width, Values, Kind)                                                                      \\
+  template __global__ void query_gradient_kernel<BFloat16, Width, Values, Kind>(                                    \\
+      ATTNPACK_CONSTANT AttentionBackwardParams, ATTNPACK_CONSTANT BackwardPlan, ATTNPACK_MAPS, void*);             \\
+  template __global__ void key_gradient_kernel<BFloat16, Width, Values, Kind>(                                      \\
+      ATTNPACK_CONSTANT AttentionBackwardParams, ATTNPACK_CONSTANT BackwardPlan, ATTNPACK_MAPS,                     \\
+      ATTNPACK_CONSTANT TileMap c, ATTNPACK_CONSTANT TileMap d, void*);
+ATTNPACK_GRADIENTS(128, 128, Scores::kPlain)
+ATTNPACK_GRADIENTS(128, 128, Scores::kMasked)
+ATTNPACK_GRADIENTS(192, 128, Scores::kPlain)
+ATTNPACK_GRADIENTS(192, 128, Scores::kMasked)
 }
 """
 nvcc = needs("nvcc")
 PLAIN, MASKED, THREE = "ScoresE1ELi2E", "ScoresE2ELi2E", "ScoresE1ELi3E"  # in a kernel's name; THREE: warpgroups
+GRADIENTS = [(width, kind) for width in (128, 192) for kind in ("ScoresE1E", "ScoresE2E")]
 
 
 def find_tools() -> Path | None:
@@ -156,20 +155,31 @@ def test_the_bits_of_a_mask_are_read_beside_the_products(width, products, compil
     assert len(loop) - len(plain) < 2.6 * scores  # a question and an answer per score, where a step hides any
 
 
-@nvcc
-@pytest.mark.long
-def test_the_weights_run_beside_the_query_gradient_of_the_step_before(compiled):
-    loop = inner_loop(kernel_named(compiled[0], "query_gradient"), 8 + 8 + 4)
-    assert outline(loop) == ["WAIT<0>", "HGMMA", "WAIT<1>", "EX2"]
+def gradient_loop(compiled, name, width, kind):
+    """The inner loop of a gradient kernel: a step's products of scores, of values, and for the sums."""
+    scores, values = width // 16, 8
+    sums = {"query_gradient": 4, "key_gradient": 4 + 4 if width == 128 else 2 + 2}[name]
+    return inner_loop(kernel_named(compiled[0], name, f"Li{width}ELi128E", kind), scores + values + sums)
 
 
 @nvcc
 @pytest.mark.long
-def test_the_key_gradient_asks_no_question_per_score(compiled):
-    loop = inner_loop(kernel_named(compiled[0], "key_gradient"), 8 + 8 + 4 + 4)
+@pytest.mark.parametrize("width, kind", GRADIENTS)
+def test_the_weights_run_beside_the_query_gradient_of_the_step_before(width, kind, compiled):
+    marks = outline(gradient_loop(compiled, "query_gradient", width, kind))
+    beside = marks[1 : marks.index("WAIT<1>")]
+    assert marks == ["WAIT<0>", *beside, "WAIT<1>", "EX2"] and set(beside) <= {"HGMMA", "LOAD"}
+    assert ("LOAD" in beside) == (kind == "ScoresE2E")  # of the mask's bits
+
+
+@nvcc
+@pytest.mark.long
+@pytest.mark.parametrize("width, kind", GRADIENTS)
+def test_the_key_gradient_asks_no_question_per_score(width, kind, compiled):
+    loop = gradient_loop(compiled, "key_gradient", width, kind)
     marks = outline(loop)
     assert marks[:4] == ["HGMMA", "WAIT<1>", "EX2", "HGMMA"] and marks[-1] == "WAIT<0>"
-    assert sum(name == "BRA" for _, name, _ in loop) <= 8  # one per score would be 32
+    assert sum(name == "BRA" for _, name, _ in loop) <= 9  # one per score would be 32
 
 
 @nvcc
@@ -182,11 +192,12 @@ def test_plain_loops_hold_no_memory_of_a_thread_s_own(compiled):
             for kind in (PLAIN, MASKED)
         ),
         (("forward", "Li64ELi64E", THREE), 12),
-        (("query_gradient",), 20),
-        (("key_gradient",), 24),
     ):
         loop = inner_loop(kernel_named(compiled[0], *words), products)
         assert not [text for _, name, text in loop if name.startswith(("LDL", "STL"))], words
+    for (width, kind), gradient in itertools.product(GRADIENTS, ("query_gradient", "key_gradient")):
+        loop = gradient_loop(compiled, gradient, width, kind)
+        assert not [text for _, name, text in loop if name.startswith(("LDL", "STL"))], (gradient, width, kind)
 
 
 @nvcc

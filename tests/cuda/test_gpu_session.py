@@ -35,8 +35,11 @@ def test_the_smoke_cases_are_right_and_their_limit_can_fail():
         "no queries, backward",
         "mask",
         "mask and cap",
+        "backward, mask",
+        "backward, D 192 and 128",
+        "backward, mask and cap",
     }
-    assert wanted <= set(names) and len(names) == 15
+    assert wanted <= set(names) and len(names) == 18
 
 
 STAND_INS = {

@@ -15,8 +15,8 @@ def test_mutant_fits_the_sources(mutant):
     assert source[begin:end] != mistake
     for test in mutant.tests:
         file, _, function = test.partition("::")
-        assert (ROOT / "tests" / file).is_file()
-        assert f"def {function.partition('[')[0]}" in (ROOT / "tests" / file).read_text()
+        wanted = f'TEST_CASE("{function}' if mutants.is_program(test) else f"def {function.partition('[')[0]}"
+        assert wanted in (ROOT / "tests" / file).read_text()
 
 
 def test_five_of_a_hundred_may_survive_if_argued():

@@ -211,6 +211,24 @@ const std::map<std::string, std::function<void()>> kRuns{
      [] { differentiate<BFloat16>({1, 1, 1, 200, 200, 64, 64}, {.causal = true}, kSm90, true); }},
     {"backward on sm_90, NaN once",
      [] { differentiate<BFloat16>({1, 1, 1, 60, 70, 64, 64}, {.causal = true}, kSm90, true); }},
+    {"backward of 192 on sm_90",
+     [] { differentiate<Float16>({1, 1, 1, 70, 100, 192, 128}, {.causal = true, .poison = true}, kSm90); }},
+    {"backward on sm_90 under rules",
+     [] {
+       differentiate<BFloat16>({1, 1, 2, 70, 140, 64, 64},
+                               {.causal = true, .softcap = true, .alibi = true, .dropout = true, .poison = true},
+                               kSm90);
+     }},
+    {"masked backward on sm_90",
+     [] {
+       differentiate<BFloat16>({1, 1, 2, 70, 260, 64, 64}, {.bool_mask = true, .mask_rows = true, .mask_blocks = true},
+                               kSm90);
+     }},
+    {"masked backward on sm_90, NaN",
+     [] {
+       differentiate<BFloat16>({1, 1, 2, 40, 140, 64, 64}, {.bool_mask = true, .poison = true, .mask_rows = true},
+                               kSm90, true);
+     }},
     {"backward on sm_90, no NaN", [] { differentiate<BFloat16>({1, 1, 1, 140, 150, 64, 64}, {}, kSm90); }},
     {"backward on sm_90 in parts",
      [] { differentiate<BFloat16>({1, 1, 3, 180, 70, 64, 64}, {.causal = true, .poison = true}, kManySm90, true); }},
@@ -239,7 +257,7 @@ const Equivalent kEquivalent[] = {
     {"forward_sm90.cuh", "(in_turn && group_ == 0) sync", kTurns},
     {"forward_sm90.cuh", "auto& end = shared_.end;\n", kSecondTurn},
     {"query_gradient_sm90.cuh", "if (cleaned) {\n      sync", kSecondTurn},
-    {"key_gradient_sm90.cuh", "first_};\n      sync", kSecondTurn},
+    {"key_gradient_sm90.cuh", "at.first}};\n      sync", kSecondTurn},
     {"forward_sm90.cuh", "}\n    sync_block();",
      "equivalent: load_query waits for all before anybody reads the ranges"},
 };

@@ -148,9 +148,14 @@ void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = 
   on.poison = !poisoned_rows;
   Problem<S> poisoned(shape, on, seed);
   if (poisoned_rows) {
-    narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, 0, 0, 3));
-    narrow(infinity<float>(), &poisoned.grad_out.at(0, 0, 1, 2));
-    narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, poisoned.num_heads - 1, 2, 5));
+    const int64_t last_head = poisoned.num_heads - 1, first = std::max<int64_t>(0, -poisoned.p.q_offset);  // sees a key
+    narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, 0, first, 3));
+    narrow(infinity<float>(), &poisoned.grad_out.at(0, 0, first + 1, 2));
+    narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, last_head, first + 2, 5));
+    // The weights of such a row are finite, so only the walk over NaN and Inf brings it to the values. A mask leaves
+    // keys that the last row does not see.
+    const int64_t row = on.bool_mask ? shape.q_len - 1 : first + 5;
+    narrow(infinity<float>(), &poisoned.grad_out.at(0, last_head, row, 4));
   }
   prepare(clean, kernel);
   prepare(poisoned, kernel);
@@ -240,6 +245,79 @@ TEST_CASE("backward on sm_90") {
   check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, ++seed, true, On::kSm90);
 }
 
+TEST_CASE("backward of wide queries on sm_90") {
+  int seed = 615;
+  check<BFloat16>({1, 2, 2, 70, 150, 192, 128}, {.causal = true, .sinks = true}, ++seed, On::kSm90);
+  check<Float16>({2, 1, 1, 140, 90, 136, 40}, {.lens = true, .poison = true}, ++seed, On::kSm90);
+  check<BFloat16>({1, 3, 2, 40, 140, 192, 128}, {.window = true, .offsets = true, .map = true}, ++seed, On::kSm90);
+  check<BFloat16>({1, 1, 2, 70, 290, 192, 128}, {.bool_mask = true, .mask_rows = true, .mask_blocks = true}, ++seed,
+                  On::kSm90);
+  check<Float16>({1, 1, 3, 140, 70, 192, 128}, {.causal = true, .bool_mask = true, .poison = true}, ++seed, On::kSm90,
+                 132);  // in parts
+  check_bits<BFloat16>({1, 1, 1, 40, 150, 192, 128}, {.lens = true}, ++seed, false, On::kSm90);
+  check_bits<BFloat16>({1, 1, 1, 70, 130, 192, 128}, {.causal = true}, ++seed, true, On::kSm90);
+}
+
+TEST_CASE("backward under rules on sm_90") {
+  constexpr int64_t kMany = 132;
+  int seed = 690;
+  for (const Settings& on : {grid()[4], grid()[6], grid()[9], grid()[10]})
+    check<BFloat16>({2, kv_heads_of(on), 2, 70, 150, 64, 40}, on, ++seed, On::kSm90);
+  const Settings all{.causal = true,
+                     .lens = true,
+                     .softcap = true,
+                     .sinks = true,
+                     .alibi = true,
+                     .float_mask = true,
+                     .map = true,
+                     .dropout = true,
+                     .poison = true};
+  check<BFloat16>({2, kv_heads_of(all), 2, 70, 150, 64, 64}, all, ++seed, On::kSm90);
+  check<Float16>({1, 1, 2, 140, 150, 104, 128}, {.softcap = true, .dropout = true}, ++seed, On::kSm90);
+  check<Float16>(
+      {2, 2, 1, 70, 200, 64, 64},
+      {.window = true, .offsets = true, .alibi = true, .bool_mask = true, .dropout = true, .mask_rows = true}, ++seed,
+      On::kSm90);
+  check<BFloat16>({1, 1, 3, 270, 70, 64, 40}, {.softcap = true, .alibi = true}, ++seed, On::kSm90, kMany);
+  check_bits<BFloat16>({2, 1, 2, 70, 150, 64, 64}, {.lens = true, .softcap = true}, ++seed, false, On::kSm90);
+  check_bits<Float16>({1, 1, 1, 70, 130, 64, 64}, {.causal = true, .softcap = true}, ++seed, true, On::kSm90);
+}
+
+TEST_CASE("backward under a bool mask on sm_90") {
+  constexpr int64_t kMany = 132;
+  const Settings mask{.bool_mask = true, .mask_rows = true}, blocks{.bool_mask = true, .mask_blocks = true};
+  const auto with = [](Settings on, const auto& change) {
+    change(on);
+    return on;
+  };
+  int seed = 630;
+  check<BFloat16>({2, 2, 2, 70, 150, 64, 40}, with(mask, [](auto& on) { on.causal = on.poison = true; }), ++seed,
+                  On::kSm90);
+  check<BFloat16>({2, 1, 3, 70, 400, 64, 64}, blocks, ++seed, On::kSm90);
+  check<Float16>({1, 2, 2, 140, 290, 104, 128},
+                 with(blocks, [](auto& on) { on.mask_rows = on.mask_heads = on.sinks = on.poison = true; }), ++seed,
+                 On::kSm90);
+  check<BFloat16>({2, 2, 2, 70, 300, 64, 64},
+                  with(blocks, [](auto& on) { on.mask_rows = on.lens = on.offsets = on.window = true; }), ++seed,
+                  On::kSm90);
+  check<BFloat16>({1, 3, 2, 80, 200, 64, 64},
+                  with(mask, [](auto& on) { on.map = on.mask_heads = on.past = on.poison = true; }), ++seed, On::kSm90);
+  check<Float16>({2, 3, 2, 80, 300, 64, 64}, with(blocks, [](auto& on) { on.map = on.lens = true; }), ++seed,
+                 On::kSm90);
+  // In parts: of the rows' steps, and of the keys'.
+  check<BFloat16>({2, 1, 3, 270, 300, 64, 40}, with(blocks, [](auto& on) { on.mask_rows = on.poison = true; }), ++seed,
+                  On::kSm90, kMany);
+  check<Float16>({2, 1, 2, 30, 770, 64, 64}, with(blocks, [](auto& on) { on.lens = on.poison = true; }), ++seed,
+                 On::kSm90, kMany);
+  check_bits<BFloat16>({2, 1, 2, 70, 290, 64, 64}, blocks, ++seed, false, On::kSm90);
+  check_bits<Float16>({1, 1, 2, 70, 130, 128, 64}, mask, ++seed, true, On::kSm90);
+  // The last keys are in the list of the last rows' step, the third one.
+  check_bits<Float16>({1, 1, 1, 140, 260, 64, 64}, with(mask, [](auto& on) { on.causal = true; }), ++seed, true,
+                      On::kSm90);
+  check_bits<BFloat16>({1, 2, 1, 70, 290, 64, 64}, with(blocks, [](auto& on) { on.causal = true; }), ++seed, true,
+                       On::kSm90);
+}
+
 TEST_CASE("gradients whose sums are cut into parts") {
   constexpr int64_t kMany = 132;
   int seed = 670;
@@ -305,8 +383,9 @@ TEST_CASE("backward of drawn problems") {
     Shape shape = draw_shape(random, on);
     shape.kv_len = (shape.kv_len + 3) / 4;
     const bool whole_chunks = shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0;
-    const bool plain = !on.softcap && !on.alibi && !on.bool_mask && !on.float_mask && !on.dropout;
-    const bool fits_sm90 = plain && std::max(shape.head_dim, shape.v_head_dim) <= 128;
+    const bool rules = on.softcap || on.alibi || on.float_mask || on.dropout;
+    const int64_t width = backward_width_sm90(shape.head_dim, shape.v_head_dim);
+    const bool fits_sm90 = rules ? width == 64 || width == 128 : width > 0;
     const On kernel = !whole_chunks ? On::kExact : fits_sm90 && draw(random, 0, 3) > 0 ? On::kSm90 : On::kTensorCores;
     switch (draw(random, 0, 3)) {
       case 0:

@@ -72,6 +72,7 @@ inline SharedMatrix shared_matrix(const void* tile, int panel_bytes) {
   if (reinterpret_cast<uintptr_t>(tile) % 1024) emulated().fail("an operand is not at a multiple of 1,024 bytes");
   return {static_cast<const char*>(tile), 0, panel_bytes};
 }
+inline void hold(SharedMatrix&) {}
 
 inline void fence_products(Site at = Site::current()) { emulated().wait_for_others(EmulatedBlock::kAtWarp, at, false); }
 inline void commit_products() {

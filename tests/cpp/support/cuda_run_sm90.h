@@ -47,13 +47,26 @@ void run_forward_sm90(const AttentionParams& p, const ForwardPlan& plan, void* w
                       : run_forward_width<S, 256, 256, Kind>(p, plan, workspace, seed);
 }
 
+inline void run_pack_mask(const AttentionParams& p, const MaskBits& mask, void* workspace, uint64_t seed) {
+  run_blocks<char>(mask_blocks(mask), kMaskThreads, seed,
+                   [&](int64_t i, void*) { pack_mask_block(p, mask, workspace, i); });
+}
+inline void run_list_keys(const AttentionParams& p, const MaskBits& mask, const MaskLists& lists, int64_t tile_rows,
+                          void* workspace, uint64_t seed) {
+  run_blocks<MaskListShared>(count_lists(lists), kMaskThreads, seed, [&](int64_t i, void* shared) {
+    list_keys_block(p, mask, lists, tile_rows, workspace, i, *static_cast<MaskListShared*>(shared));
+  });
+}
+inline void run_list_rows(const AttentionParams& p, const MaskBits& mask, const MaskLists& lists, void* workspace,
+                          uint64_t seed) {
+  run_blocks<MaskListShared>(count_lists(lists), kMaskThreads, seed, [&](int64_t i, void* shared) {
+    list_rows_block<kBackwardOwnersSm90>(p, mask, lists, workspace, i, *static_cast<MaskListShared*>(shared));
+  });
+}
 template <class S>
 void run_forward_masked_sm90(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  run_blocks<char>(mask_blocks(plan.mask), kMaskThreads, seed,
-                   [&](int64_t i, void*) { pack_mask_block(p, plan.mask, workspace, i); });
-  run_blocks<MaskListShared>(mask_lists(plan.mask), kMaskThreads, seed, [&](int64_t i, void* shared) {
-    list_steps_block(p, plan.mask, plan.tile_rows, workspace, i, *static_cast<MaskListShared*>(shared));
-  });
+  run_pack_mask(p, plan.mask, workspace, seed);
+  run_list_keys(p, plan.mask, plan.lists, plan.tile_rows, workspace, seed);
   run_forward_sm90<S, Scores::kMasked>(p, plan, workspace, seed);
 }
 
@@ -65,10 +78,10 @@ void run_latent_sm90(const AttentionParams& p, const ForwardPlan& plan, void* wo
                   [&](int64_t i, void* shared) { latent_sm90_block<S>(p, plan, keys, workspace, i, shared); });
 }
 
-template <class S, int Width>
+template <class S, int Width, int Values, Scores Kind>
 void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
-  using Rows = WarpgroupQueryGradient<S, Width>;
-  using Keys = WarpgroupKeyGradient<S, Width>;
+  using Rows = WarpgroupQueryGradient<S, Width, Values, Kind>;
+  using Keys = WarpgroupKeyGradient<S, Width, Values, Kind>;
   const AttentionParams& p = bp.forward;
   const TileMap steps_of_keys = key_map(p, Rows::kStep), steps_of_values = value_map(p, Rows::kStep),
                 keys = key_map(p, Keys::kOwners), values = value_map(p, Keys::kOwners),
@@ -77,18 +90,33 @@ void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& p
                 outs = emulated_map(bp.grad_out, bp.grad_out_strides, p.batch, p.num_heads, p.q_len, p.v_head_dim,
                                     Keys::kStep);
   run_tiles<Rows>(plan.of_rows.blocks, backward_shared_bytes_sm90(Width), seed, [&](int64_t i, void* shared) {
-    query_gradient_sm90_block<S, Width>(bp, plan, steps_of_keys, steps_of_values, workspace, i, shared);
+    query_gradient_sm90_block<S, Width, Values, Kind>(bp, plan, steps_of_keys, steps_of_values, workspace, i, shared);
   });
   run_sums<Gradient::kQuery, S>(bp, plan, workspace, seed);
   run_tiles<Keys>(plan.of_keys.blocks, backward_shared_bytes_sm90(Width), seed, [&](int64_t i, void* shared) {
-    key_gradient_sm90_block<S, Width>(bp, plan, keys, values, queries, outs, workspace, i, shared);
+    key_gradient_sm90_block<S, Width, Values, Kind>(bp, plan, keys, values, queries, outs, workspace, i, shared);
   });
   run_sums<Gradient::kKeyAndValue, S>(bp, plan, workspace, seed);
 }
+template <class S, Scores Kind>
+void run_backward_kind(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
+  plan.width == 64    ? run_gradients_sm90<S, 64, 64, Kind>(bp, plan, workspace, seed)
+  : plan.width == 128 ? run_gradients_sm90<S, 128, 128, Kind>(bp, plan, workspace, seed)
+                      : run_gradients_sm90<S, 192, 128, Kind>(bp, plan, workspace, seed);
+}
 template <class S>
 void run_backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, void* workspace, uint64_t seed) {
-  plan.width == 64 ? run_gradients_sm90<S, 64>(bp, plan, workspace, seed)
-                   : run_gradients_sm90<S, 128>(bp, plan, workspace, seed);
+  const AttentionParams& p = bp.forward;
+  if (is_plain(p)) return run_backward_kind<S, Scores::kPlain>(bp, plan, workspace, seed);
+  if (!is_masked(p)) {
+    plan.width == 64 ? run_gradients_sm90<S, 64, 64, Scores::kAny>(bp, plan, workspace, seed)
+                     : run_gradients_sm90<S, 128, 128, Scores::kAny>(bp, plan, workspace, seed);
+    return;
+  }
+  run_pack_mask(p, plan.mask, workspace, seed);
+  run_list_keys(p, plan.mask, plan.lists_of_rows, kBackwardOwnersSm90, workspace, seed);
+  run_list_rows(p, plan.mask, plan.lists_of_keys, workspace, seed);
+  run_backward_kind<S, Scores::kMasked>(bp, plan, workspace, seed);
 }
 
 }  // namespace attnpack::cuda

@@ -12,6 +12,12 @@ const char* forward_latent(const AttentionParams&, const ForwardPlan&, void* wor
 const char* latent_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_masked_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+// Make bits and lists of a bool mask (mask_bits.cuh). tile_rows: of each list.
+const char* pack_mask(const AttentionParams&, const MaskBits&, void* workspace, int device, void* stream);
+const char* list_keys(const AttentionParams&, const MaskBits&, const MaskLists&, int64_t tile_rows, void* workspace,
+                      int device, void* stream);
+const char* list_rows(const AttentionParams&, const MaskBits&, const MaskLists&, void* workspace, int device,
+                      void* stream);
 const char* forward_rules_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_from_source(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 bool has_sm90_image();  // on the current device
@@ -21,6 +27,10 @@ const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, vo
                          void* stream);
 const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
                           void* stream);
+const char* backward_masked_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                                 void* stream);
+const char* backward_rules_sm90(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
+                                void* stream);
 // Add up the parts of a gradient, if there are several.
 const char* sum_query_gradient(const AttentionBackwardParams&, const BackwardPlan&, void* workspace, int device,
                                void* stream);

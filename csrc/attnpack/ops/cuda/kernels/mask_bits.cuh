@@ -2,58 +2,68 @@
 
 #include <attnpack/ops/cuda/kernels/device.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
+#include <attnpack/ops/cuda/kernels/tiles.cuh>
 
-// A bool mask as bits: bit i of word w of a row says whether the row may see key 32 w + i. For each tile of rows there
-// is a list of the steps of keys that it sees any key of, so that kernels pass over the others, as FlexAttention (Dong
-// et al. 2024) does. Here the numbers of the mask tell.
+// A bool mask as bits: bit i of word w of a row says whether the row may see key 32 w + i. For each tile there is a
+// list of the steps that hold any pair it sees, so that kernels pass over the others, as FlexAttention (Dong et al.
+// 2024) does. Here the numbers of the mask tell.
 namespace attnpack::cuda {
 
-ATTNPACK_HD inline uint32_t* mask_bits(const MaskPlan& m, void* workspace) {
-  return reinterpret_cast<uint32_t*>(static_cast<char*>(workspace) + m.begin);
-}
-// Where a row's words begin.
-ATTNPACK_HD inline int64_t mask_place(const MaskPlan& m, int64_t b, int64_t head, int64_t query) {
+// Where a row's words begin, and the words.
+ATTNPACK_HD inline int64_t mask_place(const MaskBits& m, int64_t b, int64_t head, int64_t query) {
   return (((m.batches > 1 ? b : 0) * m.heads + (m.heads > 1 ? head : 0)) * m.rows + (m.rows > 1 ? query : 0)) * m.words;
 }
-ATTNPACK_HD inline uint32_t* mask_row(const MaskPlan& m, void* workspace, int64_t b, int64_t head, int64_t query) {
-  return mask_bits(m, workspace) + mask_place(m, b, head, query);
+ATTNPACK_HD inline uint32_t* mask_words(const MaskBits& m, void* workspace) {
+  return reinterpret_cast<uint32_t*>(static_cast<char*>(workspace) + m.begin);
 }
-ATTNPACK_HD inline int32_t* mask_list(const MaskPlan& m, void* workspace, int64_t list) {
-  char* lists = static_cast<char*>(workspace) + m.begin + m.bytes_of_bits;
-  return reinterpret_cast<int32_t*>(lists) + list * numbers_of_list(m);
+ATTNPACK_HD inline uint32_t* mask_row(const MaskBits& m, void* workspace, int64_t b, int64_t head, int64_t query) {
+  return mask_words(m, workspace) + mask_place(m, b, head, query);
+}
+ATTNPACK_HD inline int32_t* mask_list(const MaskLists& l, void* workspace, int64_t list) {
+  return reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + l.begin) + list * l.numbers;
+}
+ATTNPACK_HD inline int32_t* mask_list(const MaskLists& l, void* workspace, int64_t b, int64_t kv_head, int64_t tile) {
+  const int64_t of_head = (l.batches > 1 ? b : 0) * l.kv_heads + (l.kv_heads > 1 ? kv_head : 0);
+  return mask_list(l, workspace, of_head * l.tiles + (l.tiles > 1 ? tile : 0));
 }
 
 // A step of a list, as one number: the step, and whether the mask hides any of its pairs.
 struct ListedStep {
   int32_t number;
-  ATTNPACK_HD static ListedStep of(int64_t step, bool hides) { return {static_cast<int32_t>(2 * step + hides)}; }
   ATTNPACK_HD int32_t step() const { return number >> 1; }
   ATTNPACK_HD bool hides() const { return number & 1; }
 };
-// The steps of a unit of work: those of its tile's list that hold keys of the unit.
 struct ListedSteps {
   const int32_t* numbers;
   int32_t count;
   ATTNPACK_DEVICE ListedStep operator[](int i) const { return {numbers[i]}; }
 };
-ATTNPACK_DEVICE ListedSteps steps_of_unit(const MaskPlan& m, void* workspace, const Unit& u, int64_t tile_rows) {
-  const int64_t of_head = (m.batches > 1 ? u.b : 0) * m.list_heads + (m.list_heads > 1 ? u.kv_head : 0);
-  const int32_t* before = mask_list(m, workspace, of_head * m.tiles + u.first / tile_rows);
-  const int32_t keys = static_cast<int32_t>(m.keys_of_step), begin = static_cast<int32_t>(u.keys.begin),
-                end = static_cast<int32_t>(u.keys.end);
-  const int32_t first = before[begin / keys], last = before[(end + keys - 1) / keys];
-  return {before + m.steps + 1 + first, last - first};
+// The steps of keys of a tile of rows that hold any of these keys.
+ATTNPACK_DEVICE ListedSteps steps_of_keys(const MaskLists& l, void* workspace, int64_t b, int64_t kv_head, int64_t tile,
+                                          const Range& keys) {
+  const int32_t* before = mask_list(l, workspace, b, kv_head, tile);
+  const int32_t step = static_cast<int32_t>(l.step), begin = static_cast<int32_t>(keys.begin),
+                end = static_cast<int32_t>(keys.end);
+  const int32_t first = before[begin / step], last = before[(end + step - 1) / step];
+  return {before + l.steps + 1 + first, last - first};
+}
+// The steps of rows of a tile of keys.
+ATTNPACK_DEVICE ListedSteps steps_of_rows(const MaskLists& l, void* workspace, int64_t b, int64_t kv_head,
+                                          int64_t tile) {
+  const int32_t* list = mask_list(l, workspace, b, kv_head, tile);
+  return {list + 1, list[0]};
 }
 
 // Packs the mask. A warp packs 16 words of one row.
-constexpr int kMaskThreads = 128, kWordsOfWarp = 16, kWordsOfBlock = kMaskThreads / kWarp * kWordsOfWarp;
-ATTNPACK_HD inline int64_t mask_blocks_of_row(const MaskPlan& m) {
+constexpr int kMaskThreads = 128, kMaskWarps = kMaskThreads / kWarp, kWordsOfWarp = 16,
+              kWordsOfBlock = kMaskWarps * kWordsOfWarp;
+ATTNPACK_HD inline int64_t mask_blocks_of_row(const MaskBits& m) {
   return (m.words + kWordsOfBlock - 1) / kWordsOfBlock;
 }
-ATTNPACK_HD inline int64_t mask_blocks(const MaskPlan& m) {
+ATTNPACK_HD inline int64_t mask_blocks(const MaskBits& m) {
   return m.batches * m.heads * m.rows * mask_blocks_of_row(m);
 }
-ATTNPACK_DEVICE void pack_mask_block(const AttentionParams& p, const MaskPlan& m, void* workspace, int64_t block) {
+ATTNPACK_DEVICE void pack_mask_block(const AttentionParams& p, const MaskBits& m, void* workspace, int64_t block) {
   const int32_t blocks = static_cast<int32_t>(mask_blocks_of_row(m)), rows = static_cast<int32_t>(m.rows),
                 row = static_cast<int32_t>(block) / blocks;
   const HeadPlace head = place_of_head(row / rows, m.heads);
@@ -73,61 +83,133 @@ ATTNPACK_DEVICE void pack_mask_block(const AttentionParams& p, const MaskPlan& m
   if (lane < kWordsOfWarp && first + lane < m.words) to[first + lane] = mine;
 }
 
-// Lists the steps of one tile, 32 of them at a time: a lane for each, and the tile's rows shared out among the warps.
-struct MaskListShared {
-  uint32_t seen[kMaskThreads / kWarp], hidden[kMaskThreads / kWarp];
+// The first bits of a word: none if count is below 1, all from 32 on.
+ATTNPACK_HD inline uint32_t first_bits(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
+// What a tile's pairs of a step say.
+struct StepPairs {
+  bool seen = false, hidden = false;
+  // bits: of one row. keys: how many keys there are from the word's first one on. inside: those that its range leaves.
+  ATTNPACK_DEVICE void add(uint32_t bits, int64_t keys, uint32_t inside = ~0u) {
+    seen |= (bits & inside) != 0;
+    hidden |= (~bits & first_bits(keys)) != 0;
+  }
 };
-ATTNPACK_DEVICE void list_steps_block(const AttentionParams& p, const MaskPlan& m, int64_t tile_rows, void* workspace,
-                                      int64_t block, MaskListShared& shared) {
-  const BlockPlace at = place_of_block(block, m.batches * m.list_heads, m.tiles, 1);
-  const HeadPlace head = place_of_head(at.head, m.list_heads);
-  const int32_t group = static_cast<int32_t>(group_size(p, head.kv_head)),
-                first = static_cast<int32_t>(at.tile * tile_rows), left = group * static_cast<int32_t>(p.q_len) - first;
-  const int rows = left < tile_rows ? left : static_cast<int>(tile_rows);
-  const int lane = thread_id() % kWarp, warp = thread_id() / kWarp, words = static_cast<int>(m.keys_of_step) / 32;
-  int32_t *before = mask_list(m, workspace, block), *listed = before + m.steps + 1, count = 0;
-  for (int64_t begin = 0; begin < m.steps; begin += kWarp) {
-    const int64_t step = begin + lane;
-    bool seen = false, hidden = false;
-    if (step < m.steps)
-      for (int r = warp; r < rows; r += kMaskThreads / kWarp) {
-        const int32_t query = (first + r) / group, member = (first + r) % group;
-        const uint32_t* bits =
-            mask_row(m, workspace, head.batch, group_head(p, head.kv_head, member), query) + step * words;
-        for (int w = 0; w < words; ++w) {
-          const int64_t keys = p.kv_len - (step * words + w) * 32;  // from the word's first one on
-          const uint32_t there = keys >= 32 ? ~0u : keys > 0 ? (1u << keys) - 1 : 0;
-          seen |= bits[w] != 0;
-          hidden |= (~bits[w] & there) != 0;
-        }
-      }
-    const uint32_t seen_by_warp = ballot(seen), hidden_from_warp = ballot(hidden);
+struct MaskListShared {
+  uint32_t seen[kMaskWarps], hidden[kMaskWarps];
+};
+// Lists steps [0, steps): 32 at a time, a lane for each. pairs(step): what those of this warp say. before(step, count):
+// told how many steps are listed before each. Returns how many there are.
+template <class Pairs, class Before>
+ATTNPACK_DEVICE int32_t list_steps(int32_t steps, int32_t* listed, MaskListShared& shared, const Pairs& pairs,
+                                   const Before& before) {
+  const int lane = thread_id() % kWarp, warp = thread_id() / kWarp;
+  int32_t count = 0;
+  for (int32_t begin = 0; begin < steps; begin += kWarp) {
+    const int32_t step = begin + lane;
+    const StepPairs mine = step < steps ? pairs(step) : StepPairs{};
+    const uint32_t seen = ballot(mine.seen), hidden = ballot(mine.hidden);
     if (lane == 0) {
-      shared.seen[warp] = seen_by_warp;
-      shared.hidden[warp] = hidden_from_warp;
+      shared.seen[warp] = seen;
+      shared.hidden[warp] = hidden;
     }
     sync_block();
     uint32_t all_seen = 0, all_hidden = 0;
-    for (int w = 0; w < kMaskThreads / kWarp; ++w) {
+    for (int w = 0; w < kMaskWarps; ++w) {
       all_seen |= shared.seen[w];
       all_hidden |= shared.hidden[w];
     }
-    if (warp == 0 && step < m.steps) {
+    if (warp == 0 && step < steps) {
       const int32_t place = count + count_bits(all_seen & ((1u << lane) - 1));
-      before[step] = place;
-      if (all_seen >> lane & 1) listed[place] = ListedStep::of(step, all_hidden >> lane & 1).number;
+      before(step, place);
+      if (all_seen >> lane & 1) listed[place] = 2 * step + static_cast<int32_t>(all_hidden >> lane & 1);
     }
     count += count_bits(all_seen);
     sync_block();
   }
-  if (thread_id() == 0) before[m.steps] = count;
+  return count;
 }
 
-// The bits of a lane's two rows for one step, as many words as the step has.
+// The list of one tile of rows. The warps share out its rows.
+ATTNPACK_DEVICE void list_keys_block(const AttentionParams& p, const MaskBits& m, const MaskLists& l, int64_t tile_rows,
+                                     void* workspace, int64_t block, MaskListShared& shared) {
+  const BlockPlace at = place_of_block(block, l.batches * l.kv_heads, l.tiles, 1);
+  const HeadPlace head = place_of_head(at.head, l.kv_heads);
+  // Rows are counted from the tile's first query on: 32 bits may not count all rows of a kv head.
+  const int64_t members = group_size(p, head.kv_head), first = at.tile * tile_rows, left = members * p.q_len - first,
+                query = left > 0 ? first / members : 0;
+  const int32_t group = static_cast<int32_t>(members),
+                begin = left > 0 ? static_cast<int32_t>(first - query * members) : 0,
+                end = left > 0 ? begin + static_cast<int32_t>(left < tile_rows ? left : tile_rows) : 0;
+  const int words = static_cast<int>(l.step) / 32;
+  const auto pairs = [&](int32_t step) {
+    StepPairs pairs;
+    for (int32_t r = begin + thread_id() / kWarp; r < end; r += kMaskWarps) {
+      const uint32_t* bits =
+          mask_row(m, workspace, head.batch, group_head(p, head.kv_head, r % group), query + r / group) + step * words;
+      for (int w = 0; w < words; ++w) pairs.add(bits[w], p.kv_len - (int64_t{step} * words + w) * 32);
+    }
+    return pairs;
+  };
+  int32_t* before = mask_list(l, workspace, block);
+  const int32_t count = list_steps(static_cast<int32_t>(l.steps), before + l.steps + 1, shared, pairs,
+                                   [&](int32_t step, int32_t place) { before[step] = place; });
+  if (thread_id() == 0) before[l.steps] = count;
+}
+
+// The list of one tile of keys. The warps share out the rows of a step.
+ATTNPACK_HD inline uint32_t bits_of_range(const Range& range, int64_t first) {  // of 32 from `first` on
+  return first_bits(range.end - first) & ~first_bits(range.begin - first);
+}
+template <int TileKeys>
+ATTNPACK_DEVICE void list_rows_block(const AttentionParams& p, const MaskBits& m, const MaskLists& l, void* workspace,
+                                     int64_t block, MaskListShared& shared) {
+  const BlockPlace at = place_of_block(block, l.batches * l.kv_heads, l.tiles, 1);
+  const HeadPlace head = place_of_head(at.head, l.kv_heads);
+  const int32_t of_head = static_cast<int32_t>((p.q_len + l.step - 1) / l.step),
+                members = static_cast<int32_t>(group_size(p, head.kv_head));
+  const auto pairs = [&](int32_t step) {
+    StepPairs pairs;
+    const int64_t query_head = group_head(p, head.kv_head, step / of_head), first = step % of_head * l.step,
+                  end = first + l.step < p.q_len ? first + l.step : p.q_len;
+    for (int64_t query = first + thread_id() / kWarp; query < end; query += kMaskWarps) {
+      const Range keys = key_range(p, head.batch, query);
+      const uint32_t* bits = mask_row(m, workspace, head.batch, query_head, query) + at.tile * (TileKeys / 32);
+#pragma unroll
+      for (int w = 0; w < TileKeys / 32; ++w) {
+        const int64_t key = int64_t{at.tile} * TileKeys + 32 * w;
+        pairs.add(bits[w], p.kv_len - key, bits_of_range(keys, key));
+      }
+    }
+    return pairs;
+  };
+  int32_t* list = mask_list(l, workspace, block);
+  const int32_t count = list_steps(members * of_head, list + 1, shared, pairs, [](int32_t, int32_t) {});
+  if (thread_id() == 0) list[0] = count;
+}
+
+// The mask of a lane's two rows: where their bits begin, in fours of words.
+struct LaneMask {
+  uint32_t place[2];
+  ATTNPACK_DEVICE void find(const MaskBits& m, int64_t b, const LaneRows& rows) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      place[h] = static_cast<uint32_t>(mask_place(m, b, rows.first[8 * h].head, rows.first[8 * h].query) / 4);
+  }
+};
+// Their bits for one step, as many words as it has.
 template <int Words>
 struct alignas(4 * Words) MaskWords {
   uint32_t word[Words];
 };
+template <int Words>
+ATTNPACK_DEVICE void load_mask(const MaskBits& m, void* workspace, const LaneMask& mask, int32_t first_key,
+                               MaskWords<Words> (&bits)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const uint32_t* row = mask_words(m, workspace) + int64_t{4} * mask.place[h];
+    bits[h] = *reinterpret_cast<const MaskWords<Words>*>(row + first_key / 32);
+  }
+}
 // Scores of pairs that the mask hides become -inf. s: fragments of 8 keys from the first bit on.
 template <int Words>
 ATTNPACK_DEVICE void hide_scores(const MaskWords<Words> (&bits)[2], float (&s)[4 * Words][4]) {

@@ -16,9 +16,9 @@ ATTNPACK_HD static inline bool scaled_or_masked(const AttentionParams& p) {
 }
 ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) { return scaled_or_masked(p) && !p.mask; }
 ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
-// Plain, but for a bool mask.
-ATTNPACK_HD static inline bool is_masked(const AttentionParams& p) {
-  return scaled_or_masked(p) && p.mask && p.mask_dtype == DType::kBool && p.dropout_p == 0;
+// Plain, but for a bool mask that can be stored as bits.
+static inline bool is_masked(const AttentionParams& p) {
+  return scaled_or_masked(p) && p.mask && p.mask_dtype == DType::kBool && p.dropout_p == 0 && fits_mask_bits(p);
 }
 
 // Whether rows see different numbers of keys.
@@ -40,7 +40,8 @@ struct ForwardPlan {
   int64_t section;        // heads of a section, each part counted as a head (place_of_block)
   int64_t blocks;
   int64_t workspace_bytes;  // memory for the partial results, if there are several parts, and for the mask's bits
-  MaskPlan mask;            // sm90/, if the call is_masked
+  MaskBits mask;            // sm90/, if the call is_masked
+  MaskLists lists;          // of its tiles
 };
 
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
@@ -233,8 +234,9 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
     plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? 8 : 4);
   const bool stores_mask = plan.kernel == ForwardKernel::kSm90 && is_masked(p);
   if (stores_mask) {
-    plan.mask = plan_mask(p, plan.tiles, forward_keys_sm90(plan.width), plan.workspace_bytes);
-    plan.workspace_bytes = mask_end(plan.mask);
+    plan.mask = plan_mask_bits(p, plan.workspace_bytes);
+    plan.lists = plan_key_lists(p, plan.tiles, forward_keys_sm90(plan.width), end_of(plan.mask));
+    plan.workspace_bytes = end_of(plan.lists);
   }
   // Causality may come as a mask.
   plan.section = heads_of_section(has_ranges(p) || stores_mask, heads * plan.parts,
@@ -256,11 +258,15 @@ struct GradientPlan {
   int64_t blocks;
 };
 struct BackwardPlan {
-  int32_t width;       // head dims that the tensor-core kernels have room for: 64, 128, 256; 0: the exact ones
+  // Head dims that the tensor-core kernels have room for: 64, 128, 256; sm90/ also 192 with values of 128; 0: the exact
+  // kernels.
+  int32_t width;
   bool sm90;           // whether the kernels of sm90/ take the call
   int64_t most_group;  // size of the largest group of query heads that share a kv head
   GradientPlan of_rows, of_keys;
-  int64_t workspace_bytes;  // memory for the partial sums of one gradient, if there are several parts
+  MaskBits mask;  // sm90/, if the call is_masked
+  MaskLists lists_of_rows, lists_of_keys;
+  int64_t workspace_bytes;  // memory for the partial sums of one gradient, if there are several parts, and for the mask
   ATTNPACK_HD const GradientPlan& of(Gradient gradient) const {
     return gradient == Gradient::kQuery ? of_rows : of_keys;
   }
@@ -271,10 +277,16 @@ static inline int64_t backward_shared_bytes(int64_t width) {
   const int64_t step = backward_step(width), table = step > kBackwardOwners / 2 ? 2 * step : kBackwardOwners;
   return (2 * kBackwardOwners + 4 * step) * width * 2 + table * 48;
 }
-// Whether the backward kernels of sm90/ take a call that has a width.
-static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t width) {
+// The width of the backward kernels of sm90/ that a call fits, or 0.
+static inline int32_t backward_width_sm90(int64_t head_dim, int64_t v_head_dim) {
+  const int64_t wide = head_dim > v_head_dim ? head_dim : v_head_dim;
+  return wide <= 64 ? 64 : wide <= 128 ? 128 : head_dim <= 192 && v_head_dim <= 128 ? 192 : 0;
+}
+// Whether these kernels take a call that tensor cores take.
+static inline bool backward_fits_sm90(const AttentionBackwardParams& bp) {
   const AttentionParams& p = bp.forward;
-  return width > 0 && width <= 128 && is_plain(p) && !bp.grad_scores &&
+  const int32_t width = backward_width_sm90(p.head_dim, p.v_head_dim);
+  return width > 0 && (width <= 128 || is_plain(p) || is_masked(p)) && !bp.grad_scores &&
          fits_boxes(p.key_strides, p.batch, p.num_kv_heads, p.kv_len) &&
          fits_boxes(p.value_strides, p.batch, p.num_kv_heads, p.kv_len) &&
          fits_boxes(p.query_strides, p.batch, p.num_heads, p.q_len) &&
@@ -285,14 +297,19 @@ static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t
 }
 // Owners and steps of the backward kernels of sm90/, and their shared memory.
 constexpr int64_t kBackwardOwnersSm90 = 128, kBackwardStepSm90 = 64;
+constexpr int64_t backward_values_sm90(int64_t width) { return width == 192 ? 128 : width; }
+// Rows of a step of the key's gradient, whose two sums leave few registers where heads are wide.
+constexpr int64_t backward_rows_sm90(int64_t width) { return width == 192 ? 32 : kBackwardStepSm90; }
 // The query gradient uses the keys of a step until the step after it ends. With two stages no load would be under way.
 constexpr int64_t kBackwardStagesSm90 = 3;
 static inline int64_t backward_shared_bytes_sm90(int64_t width) {
   const auto whole = [](int64_t bytes) { return (bytes + 1023) / 1024 * 1024; };
-  const int64_t operands = (2 * kBackwardOwnersSm90 + 2 * kBackwardStagesSm90 * kBackwardStepSm90) * width * 2;
-  const int64_t sums = 2 * kBackwardOwnersSm90 * (width + 8) * 4;
-  // Then barriers, and after them a table of rows, a flag per stage and a block's place.
-  return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + 64);
+  const int64_t both = width + backward_values_sm90(width);
+  const int64_t operands = (kBackwardOwnersSm90 + kBackwardStagesSm90 * kBackwardStepSm90) * both * 2;
+  const int64_t sums = kBackwardOwnersSm90 * (both + 16) * 4;
+  // Then barriers, and after them a table of rows, the mask's bits of a stage's rows, flags and a block's place.
+  const int64_t bits = kBackwardStagesSm90 * kBackwardStepSm90 * kBackwardOwnersSm90 / 8;
+  return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + bits + 128);
 }
 
 struct OwnersPlace {
@@ -315,9 +332,9 @@ ATTNPACK_HD static inline int64_t gradient_columns(const AttentionParams& p, Gra
   return of == Gradient::kQuery ? p.head_dim : p.head_dim + p.v_head_dim;
 }
 
-// at_once: how many blocks the device runs at once.
+// at_once: how many blocks the device runs at once. uneven: whether tiles differ in length.
 static inline GradientPlan plan_gradient(const AttentionParams& p, Gradient of, int64_t most_group, int64_t tile_owners,
-                                         int64_t step, int64_t at_once) {
+                                         int64_t step, int64_t at_once, bool uneven) {
   const int64_t rows = most_group * p.q_len, others = of == Gradient::kQuery ? p.kv_len : rows;
   // A block of a part writes its sums in the time of about three steps. Fewer than four would not be worth it.
   constexpr int64_t kFewestSteps = 4, kEnds = 3;
@@ -326,7 +343,7 @@ static inline GradientPlan plan_gradient(const AttentionParams& p, Gradient of, 
   plan.tiles = (plan.owners + tile_owners - 1) / tile_owners;
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles;
   plan.parts = parts_of_steps(blocks, at_once, (others + step - 1) / step, kFewestSteps, kEnds);
-  plan.section = heads_of_section(has_ranges(p), heads * plan.parts,
+  plan.section = heads_of_section(uneven, heads * plan.parts,
                                   others * (p.head_dim + p.v_head_dim) * bytes_of(p.dtype) / plan.parts);
   plan.blocks = blocks * plan.parts;
   return plan;
@@ -342,16 +359,28 @@ static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int6
       backward_shared_bytes(plan.width) > device.shared_bytes)
     plan.width = 0;
   if (plan.width == 0) return plan;
-  plan.sm90 = device.sm90 && backward_fits_sm90(bp, plan.width);
+  plan.sm90 = device.sm90 && backward_fits_sm90(bp);
+  if (plan.sm90) plan.width = backward_width_sm90(p.head_dim, p.v_head_dim);
+  const bool stores_mask = plan.sm90 && is_masked(p);
   const int64_t blocks_each = !plan.sm90 && plan.width <= 128 ? 2 : 1;  // that a multiprocessor runs at once
   const int64_t most = device.shared_bytes / backward_shared_bytes(plan.width);
   const int64_t at_once = device.multiprocessors * (most < blocks_each ? most : blocks_each);
   for (Gradient of : {Gradient::kQuery, Gradient::kKeyAndValue}) {
     GradientPlan& gradient = of == Gradient::kQuery ? plan.of_rows : plan.of_keys;
-    gradient = plan_gradient(p, of, most_group, plan.sm90 ? kBackwardOwnersSm90 : kBackwardOwners,
-                             plan.sm90 ? kBackwardStepSm90 : backward_step(plan.width), at_once);
+    const int64_t step = !plan.sm90               ? backward_step(plan.width)
+                         : of == Gradient::kQuery ? kBackwardStepSm90
+                                                  : backward_rows_sm90(plan.width);
+    gradient = plan_gradient(p, of, most_group, plan.sm90 ? kBackwardOwnersSm90 : kBackwardOwners, step, at_once,
+                             has_ranges(p) || stores_mask);
     const int64_t floats = p.batch * p.num_kv_heads * gradient.parts * gradient.owners * gradient_columns(p, of);
     if (gradient.parts > 1 && 4 * floats > plan.workspace_bytes) plan.workspace_bytes = 4 * floats;
+  }
+  if (stores_mask) {
+    plan.mask = plan_mask_bits(p, plan.workspace_bytes);
+    plan.lists_of_rows = plan_key_lists(p, plan.of_rows.tiles, kBackwardStepSm90, end_of(plan.mask));
+    plan.lists_of_keys =
+        plan_row_lists(p, plan.of_keys.tiles, backward_rows_sm90(plan.width), most_group, end_of(plan.lists_of_rows));
+    plan.workspace_bytes = end_of(plan.lists_of_keys);
   }
   return plan;
 }

@@ -132,6 +132,11 @@ struct CoarseCap {
   ATTNPACK_DEVICE float operator()(float product) const {
     return cap - 2 * cap * reciprocal(1 + power_of_two(product * exponent));
   }
+  // d(capped) / d(scaled), 1 - tanh^2.
+  ATTNPACK_DEVICE float slope(float product) const {
+    const float share = reciprocal(1 + power_of_two(product * exponent));
+    return 4 * share * (1 - share);
+  }
 };
 
 template <class M>

@@ -99,6 +99,8 @@ ATTNPACK_DEVICE SharedMatrix shared_matrix(const void* tile, int panel_bytes) {
   return {static_cast<uint64_t>(shared_address(tile) >> 4) | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
           kEightRows << 32 | kSwizzle << 62};
 }
+// The compiler must not compute operands further on from this one ahead of this place.
+ATTNPACK_DEVICE void hold(SharedMatrix& m) { asm volatile("" : "+l"(m.bits)); }
 
 // Products run beside what follows. fence_products comes before the first one and after other writes to its registers.
 ATTNPACK_DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -122,7 +124,7 @@ ATTNPACK_DEVICE void hold(uint32_t (&a)[Blocks][4]) {
     asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3])::"memory");
 }
 
-// The registers of sums of 32, 64, 128 and 256 columns, in PTX and as operands.
+// The registers of sums of 32, 64, 128, 192 and 256 columns, in PTX and as operands.
 #define ATTNPACK_SUMS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define ATTNPACK_SUMS_64                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
@@ -132,6 +134,12 @@ ATTNPACK_DEVICE void hold(uint32_t (&a)[Blocks][4]) {
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
   "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
   "%62, %63"
+#define ATTNPACK_SUMS_192                                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
+  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
+  "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define ATTNPACK_SUMS_256                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
@@ -145,8 +153,8 @@ ATTNPACK_DEVICE void hold(uint32_t (&a)[Blocks][4]) {
 #define ATTNPACK_BLOCKS_32 ATTNPACK_BLOCKS_4(0)
 #define ATTNPACK_BLOCKS_64 ATTNPACK_BLOCKS_32, ATTNPACK_BLOCKS_4(4)
 #define ATTNPACK_BLOCKS_128 ATTNPACK_BLOCKS_64, ATTNPACK_BLOCKS_4(8), ATTNPACK_BLOCKS_4(12)
-#define ATTNPACK_BLOCKS_256 \
-  ATTNPACK_BLOCKS_128, ATTNPACK_BLOCKS_4(16), ATTNPACK_BLOCKS_4(20), ATTNPACK_BLOCKS_4(24), ATTNPACK_BLOCKS_4(28)
+#define ATTNPACK_BLOCKS_192 ATTNPACK_BLOCKS_128, ATTNPACK_BLOCKS_4(16), ATTNPACK_BLOCKS_4(20)
+#define ATTNPACK_BLOCKS_256 ATTNPACK_BLOCKS_192, ATTNPACK_BLOCKS_4(24), ATTNPACK_BLOCKS_4(28)
 
 // One instruction of k = 16, by type, columns, and numbers of the operands after the sums. `from` of 64 rows is in
 // shared memory, or in registers; then the columns of the other operand are the contiguous ones.
@@ -175,10 +183,11 @@ struct WarpgroupProduct;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(add));                         \
     }                                                                                                            \
   };
-#define ATTNPACK_WARPGROUP_PRODUCTS(S, type)                                         \
-  ATTNPACK_WARPGROUP_PRODUCT(S, type, 32, "%16", "%17", "%18", "%19", "%20", "%21")  \
-  ATTNPACK_WARPGROUP_PRODUCT(S, type, 64, "%32", "%33", "%34", "%35", "%36", "%37")  \
-  ATTNPACK_WARPGROUP_PRODUCT(S, type, 128, "%64", "%65", "%66", "%67", "%68", "%69") \
+#define ATTNPACK_WARPGROUP_PRODUCTS(S, type)                                           \
+  ATTNPACK_WARPGROUP_PRODUCT(S, type, 32, "%16", "%17", "%18", "%19", "%20", "%21")    \
+  ATTNPACK_WARPGROUP_PRODUCT(S, type, 64, "%32", "%33", "%34", "%35", "%36", "%37")    \
+  ATTNPACK_WARPGROUP_PRODUCT(S, type, 128, "%64", "%65", "%66", "%67", "%68", "%69")   \
+  ATTNPACK_WARPGROUP_PRODUCT(S, type, 192, "%96", "%97", "%98", "%99", "%100", "%101") \
   ATTNPACK_WARPGROUP_PRODUCT(S, type, 256, "%128", "%129", "%130", "%131", "%132", "%133")
 ATTNPACK_WARPGROUP_PRODUCTS(BFloat16, "bf16")
 ATTNPACK_WARPGROUP_PRODUCTS(Float16, "f16")

@@ -54,7 +54,8 @@ class WarpgroupForward {
         lane_(thread_id() % kWarp),
         group_(thread_id() / kWarpgroup),
         first_key_(static_cast<int32_t>(u.keys.begin / kKeys * kKeys)),
-        listed_(kMasked ? steps_of_unit(plan.mask, workspace, u, kRows) : ListedSteps{}),
+        listed_(kMasked ? steps_of_keys(plan.lists, workspace, u.b, u.kv_head, u.first / kRows, u.keys)
+                        : ListedSteps{}),
         steps_(kMasked ? listed_.count : (static_cast<int32_t>(u.keys.end) - first_key_ + kKeys - 1) / kKeys) {}
 
   ATTNPACK_DEVICE void compute_outputs() {
@@ -136,28 +137,15 @@ class WarpgroupForward {
   }
   // The mask's bits of the lane's rows, read beside the products.
   using Bits = MaskWords<kKeys / 32>;
-  ATTNPACK_DEVICE void find_mask() {
+  ATTNPACK_DEVICE void load_bits(const Step& step, Bits (&bits)[2]) const {
     if constexpr (kMasked)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const Row& row = shared_.rows[first_row() + lane_ / 4 + 8 * h];
-        mask_[h] = static_cast<uint32_t>(mask_place(plan_.mask, u_.b, row.head, row.query) / 4);
-      }
-  }
-  ATTNPACK_DEVICE void load_mask(const Step& step, Bits (&bits)[2]) const {
-    if constexpr (kMasked)
-      if (step.hides)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t* row = mask_bits(plan_.mask, workspace_) + int64_t{4} * mask_[h];
-          bits[h] = *reinterpret_cast<const Bits*>(row + step.first_key / 32);
-        }
+      if (step.hides) load_mask(plan_.mask, workspace_, mask_, step.first_key, bits);
   }
 
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int done, bool cleaned) {
     load_query(count_rows());
-    find_mask();
+    if constexpr (kMasked) mask_.find(plan_.mask, u_.b, lane_rows());
     clear(out_);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -172,7 +160,7 @@ class WarpgroupForward {
       wait(shared_.keys_there[done % kStages], done / kStages & 1);
       Step step = step_of(0, done % kStages);
       multiply_keys(done % kStages, s);
-      load_mask(step, bits);
+      load_bits(step, bits);
       wait_products<0>();
       hold(s);
       release(shared_.keys_used[done % kStages]);
@@ -194,7 +182,7 @@ class WarpgroupForward {
         add_values(before, weights);
         if (in_turn) arrive_threads(kTurn + (group_ + 1) % kGroups, 2 * kWarpgroup);
         const LaneRows rows = lane_rows();  // read in each step, as the unit is, and ahead of the wait
-        load_mask(step, bits);
+        load_bits(step, bits);
         wait_products<1>();
         hold(s);
         release(shared_.keys_used[stage]);
@@ -329,7 +317,7 @@ class WarpgroupForward {
   const int32_t first_key_;
   const ListedSteps listed_;
   const int32_t steps_;
-  uint32_t mask_[2];  // where the bits of the lane's rows begin, in fours of words
+  LaneMask mask_;
   float out_[Values / 8][4], max_[2], sum_[2];
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/ops/cuda/kernels/sm90/backward_sm90.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/pair_rules_sm90.cuh>
 
 namespace attnpack::cuda {
 
@@ -32,28 +33,33 @@ struct SeenInSteps {
 
 // dK += dS^T Q and dV += P^T dO for 128 keys, over the query heads of their kv head one after the other, and the rows
 // of each that see any of the keys.
-template <class S, int Width>
-class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
-  using Base = WarpgroupBackward<S, Width>;
+template <class S, int Width, int Values, Scores Kind>
+class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_sm90(Width)> {
+  using Base = WarpgroupBackward<S, Width, Values, backward_rows_sm90(Width)>;
   using Base::kStages, Base::kBoth, Base::kWorkers, Base::kPairBytes;
-  using typename Base::Products, typename Base::Sums, typename Base::Weights;
+  using typename Base::Products, typename Base::Weights;
+  static constexpr bool kMasked = Kind == Scores::kMasked;
 
  public:
   using Base::kThreads, Base::kOwners, Base::kStep;
+  static constexpr int kWords = kOwners / 32;  // of the mask, for a row and the block's keys
   // The query rows of a step. In arrays, because ptxas would load a row at once, and spill what is needed later.
   struct Others {
     float lse[kStep], delta[kStep];
     int32_t begin[kStep], end[kStep];  // the keys that each sees
+    uint32_t bits[kMasked ? kWords : 1][kMasked ? kStep : 1];
   };
   // A block's place and its steps. They lie in shared memory, because registers are short beside the two sums.
   struct Work {
     OwnersPlace at;
     int32_t count, members;  // keys, and query heads
     int32_t first_query, steps_of_head, first_step, steps;
+    const int32_t* listed;  // under a mask: its steps, of all rows
   };
   struct Shared : Base::Shared {
     alignas(16) Others rows[kStages];
-    bool huge[kStages];  // whether any of a step's rows has a huge lse
+    bool huge[kStages], hides[kStages];     // whether any of a step's rows has a huge lse, and any pair is hidden
+    int32_t head[kStages], query[kStages];  // with rules: of a step's first row
     Work work;
   };
 
@@ -92,6 +98,15 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     const OwnersPlace& at = work.at;
     work.count = static_cast<int32_t>(p_.kv_len - at.first < kOwners ? p_.kv_len - at.first : kOwners);
     work.members = static_cast<int32_t>(group_size(p_, at.kv_head));
+    if constexpr (kMasked) {
+      const ListedSteps mine =
+          Base::steps_of_part(steps_of_rows(plan_.lists_of_keys, workspace_, at.batch, at.kv_head, at.first / kOwners),
+                              plan_.of_keys.parts, at.part);
+      work.steps_of_head = static_cast<int32_t>((p_.q_len + kStep - 1) / kStep);
+      work.steps = mine.count;
+      work.listed = mine.numbers;
+      return work;
+    }
     const Range rows = rows_that_see(p_, at.batch, at.kv_head, {at.first, at.first + kOwners});
     work.first_query = work.members > 0 ? static_cast<int32_t>(rows.begin / work.members) : 0;
     const int32_t end = work.members > 0 ? static_cast<int32_t>(rows.end / work.members) : 0;
@@ -102,35 +117,40 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     return work;
   }
   ATTNPACK_DEVICE const Work& work() const { return shared_.work; }
+  // The number of a step among those of all members.
+  ATTNPACK_DEVICE int32_t number_of_step(int i) const {
+    if constexpr (kMasked) return ListedStep{work().listed[i]}.step();
+    return work().first_step + i;
+  }
   ATTNPACK_DEVICE int64_t head_of_step(int i) const {
-    return group_head(p_, work().at.kv_head, (work().first_step + i) / work().steps_of_head);
+    return group_head(p_, work().at.kv_head, number_of_step(i) / work().steps_of_head);
   }
   ATTNPACK_DEVICE int32_t query_of_step(int i) const {
-    return work().first_query + (work().first_step + i) % work().steps_of_head * kStep;
+    return work().first_query + number_of_step(i) % work().steps_of_head * kStep;
   }
 
   ATTNPACK_DEVICE void load_steps(int turn) {
     if (thread_id() != kWorkers) return;
     const OwnersPlace& at = work().at;
     const int steps = work().steps;
-    arrive_expecting(shared_.owners_there, 2 * kOwners * Width * 2);
-    copy_boxes<kOwners, Width>(shared_.owner[0], key_map_, shared_.owners_there, static_cast<int>(at.first),
+    arrive_expecting(shared_.owners_there, kOwners * (Width + Values) * 2);
+    copy_boxes<kOwners, Width>(shared_.owners.of_scores, key_map_, shared_.owners_there, static_cast<int>(at.first),
                                place_in_map(p_.key_strides.head, at.kv_head),
                                place_in_map(p_.key_strides.batch, at.batch));
-    copy_boxes<kOwners, Width>(shared_.owner[1], value_map_, shared_.owners_there, static_cast<int>(at.first),
-                               place_in_map(p_.value_strides.head, at.kv_head),
-                               place_in_map(p_.value_strides.batch, at.batch));
+    copy_boxes<kOwners, Values>(shared_.owners.of_values, value_map_, shared_.owners_there, static_cast<int>(at.first),
+                                place_in_map(p_.value_strides.head, at.kv_head),
+                                place_in_map(p_.value_strides.batch, at.batch));
     for (int i = 0; i < steps; ++i) {
       const int n = turn * steps + i, stage = n % kStages, query = query_of_step(i);
       const int64_t head = head_of_step(i);
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       arrive_expecting(shared_.there[stage], kPairBytes);
-      copy_boxes<kStep, Width>(shared_.other[stage][0], query_map_, shared_.there[stage], query,
+      copy_boxes<kStep, Width>(shared_.others[stage].of_scores, query_map_, shared_.there[stage], query,
                                place_in_map(p_.query_strides.head, head),
                                place_in_map(p_.query_strides.batch, at.batch));
-      copy_boxes<kStep, Width>(shared_.other[stage][1], out_map_, shared_.there[stage], query,
-                               place_in_map(bp_.grad_out_strides.head, head),
-                               place_in_map(bp_.grad_out_strides.batch, at.batch));
+      copy_boxes<kStep, Values>(shared_.others[stage].of_values, out_map_, shared_.there[stage], query,
+                                place_in_map(bp_.grad_out_strides.head, head),
+                                place_in_map(bp_.grad_out_strides.batch, at.batch));
     }
   }
 
@@ -143,12 +163,13 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     for (int i = 0; i < steps; ++i) {
       const int n = done + i, stage = n % kStages;
       const int64_t head = head_of_step(i);
+      const bool hides = kMasked && ListedStep{work().listed[i]}.hides();
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       bool huge = false;
       for (int r = lane_; r < kStep; r += kWarp) {
         const int64_t query = query_of_step(i) + r, at = (b * p_.num_heads + head) * p_.q_len + query;
         const bool there = query < p_.q_len;
-        const float lse = there ? static_cast<const float*>(p_.lse)[at] * kLog2E : 0.f;
+        const float lse = there ? static_cast<const float*>(p_.lse)[at] * (Kind == Scores::kAny ? 1.f : kLog2E) : 0.f;
         const Range keys = there ? key_range(p_, b, query) : Range{0, 0};
         const bool some = keys.begin < keys.end;
         Others& rows = shared_.rows[stage];
@@ -157,9 +178,22 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
         rows.begin[r] = some ? static_cast<int32_t>(keys.begin) : 0;
         rows.end[r] = some ? static_cast<int32_t>(keys.end) : 0;
         huge |= is_huge(lse);
+        if constexpr (kMasked)
+          if (hides && there) {
+            const uint32_t* bits = mask_row(plan_.mask, workspace_, b, head, query) + work().at.first / 32;
+            const auto words = *reinterpret_cast<const MaskWords<kWords>*>(bits);
+            for (int w = 0; w < kWords; ++w) rows.bits[w][r] = words.word[w];
+          }
       }
       huge = ballot(huge) != 0;
-      if (lane_ == 0) shared_.huge[stage] = huge;
+      if (lane_ == 0) {
+        shared_.huge[stage] = huge;
+        if constexpr (kMasked) shared_.hides[stage] = hides;
+        if constexpr (Kind == Scores::kAny) {
+          shared_.head[stage] = static_cast<int32_t>(head);
+          shared_.query[stage] = query_of_step(i);
+        }
+      }
       arrive(shared_.there[stage]);
     }
   }
@@ -175,39 +209,59 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
       Products s, g;
       Weights weights, gradients;
       wait(shared_.there[stage], n / kStages & 1);
-      begin_scores<S, kOwners, kStep, Width>(s, shared_.owner[0], 64 * group_, shared_.other[stage][0]);
-      begin_scores<S, kOwners, kStep, Width>(g, shared_.owner[1], 64 * group_, shared_.other[stage][1]);
+      begin_scores<S, kOwners, kStep, Width, (Width > 128)>(s, shared_.owners.of_scores, 64 * group_,
+                                                            shared_.others[stage].of_scores);
+      begin_scores<S, kOwners, kStep, Values>(g, shared_.owners.of_values, 64 * group_,
+                                              shared_.others[stage].of_values);
+      if constexpr (Kind == Scores::kAny) {
+        wait_products<0>();
+        hold(s);
+        hold(g);
+        weigh_keys_by_rules(p_, {work().at.batch, shared_.head[stage], shared_.query[stage]},
+                            static_cast<int32_t>(work().at.first) + first_owner() + lane_ / 4, shared_.rows[stage], s,
+                            g);
+        pack_weights<S>(s, weights);
+        pack_weights<S>(g, gradients);
+        if (cleaned) Base::clean_others(shared_, stage);
+        begin_sum<S, kStep>(value_sum_, weights, shared_.others[stage].of_values);
+        begin_sum<S, kStep>(key_sum_, gradients, shared_.others[stage].of_scores);
+        end_step(stage, weights, gradients);
+        continue;
+      }
       wait_products<1>();
       hold(s);
       const Others& rows = shared_.rows[stage];
-      compute_probabilities(rows, shared_.huge[stage], s);
+      compute_probabilities(rows, shared_.huge[stage], kMasked && shared_.hides[stage], s);
       pack_weights<S>(s, weights);
       if (cleaned) {
         wait_products<0>();
         Base::clean_others(shared_, stage);
       }
-      begin_sum<S, kStep>(value_sum_, weights, shared_.other[stage][1]);
+      begin_sum<S, kStep>(value_sum_, weights, shared_.others[stage].of_values);
       wait_products<1>();
       hold(g);
       compute_gradients_of_scores(rows, s, g);
       pack_weights<S>(g, gradients);
-      begin_sum<S, kStep>(key_sum_, gradients, shared_.other[stage][0]);
-      wait_products<0>();
-      hold(key_sum_);
-      hold(value_sum_);
-      hold(weights);
-      hold(gradients);
-      Base::release(shared_.used[stage]);
+      begin_sum<S, kStep>(key_sum_, gradients, shared_.others[stage].of_scores);
+      end_step(stage, weights, gradients);
     }
     return write(cleaned);
+  }
+  ATTNPACK_DEVICE void end_step(int stage, Weights& weights, Weights& gradients) {
+    wait_products<0>();
+    hold(key_sum_);
+    hold(value_sum_);
+    hold(weights);
+    hold(gradients);
+    Base::release(shared_.used[stage]);
   }
 
   ATTNPACK_DEVICE int first_owner() const { return 16 * (thread_id() / kWarp); }
 
   // s: keys by rows. Excluded pairs become -0, the mark of excluded pairs, whatever their products are. Each question
   // is asked once for all scores, because a score has time for few instructions.
-  ATTNPACK_DEVICE void compute_probabilities(const Others& rows, bool huge, Products& s) {
-    const float multiplier = multiplier_of<Scores::kPlain>(p_);
+  ATTNPACK_DEVICE void compute_probabilities(const Others& rows, bool huge, bool hides, Products& s) {
+    const float multiplier = multiplier_of<Kind>(p_);
     // The ranges of later rows never begin or end earlier. A row past the last one ends at 0.
     const int32_t first = static_cast<int32_t>(work().at.first), end = first + kOwners;
     const bool inside = rows.end[0] >= end && rows.end[kStep - 1] >= end && rows.begin[kStep - 1] <= first;
@@ -223,6 +277,12 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
     for_each([](float& x, int, int32_t) { x = power_of_two(x); });
     if (!inside)
       for_each([&](float& x, int row, int32_t key) { x = key >= rows.begin[row] && key < rows.end[row] ? x : -0.f; });
+    if constexpr (kMasked)
+      if (hides) {
+        const auto& bits = rows.bits[first_owner() / 32];
+        const int bit = first_owner() % 32 + lane_ / 4;
+        for_each([&](float& x, int row, int32_t own) { x = bits[row] >> (bit + own - key) & 1 ? x : -0.f; });
+      }
   }
   // g = dS / scale = P (dP - delta).
   ATTNPACK_DEVICE void compute_gradients_of_scores(const Others& rows, const Products& s, Products& g) {
@@ -256,7 +316,9 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
       const Work assigned = work();
       const OwnersPlace& at = assigned.at;
       const RowOfSteps row{assigned.first_query, assigned.steps_of_head * kStep, assigned.members};
-      const Range rows{int64_t{assigned.first_step} * kStep, int64_t{assigned.first_step + assigned.steps} * kStep};
+      // The parts of a list may add NaN and Inf of one row each, which changes nothing.
+      const int32_t steps = kMasked ? assigned.members * assigned.steps_of_head : assigned.steps;
+      const Range rows{int64_t{assigned.first_step} * kStep, int64_t{assigned.first_step + steps} * kStep};
       const auto number = [&](const void* base, const Strides& strides, bool as_nan) {
         const RowNumber<S> of_row{&p_, static_cast<const S*>(base) + at.batch * strides.batch, strides, at.kv_head,
                                   as_nan};
@@ -264,12 +326,13 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
       };
       const SeenInSteps seen{row, {&p_, at.batch, at.kv_head, at.first}};
       sync_threads(kBoth, kWorkers);
-      put_fragments<Base::kSumStride>(shared_.sum[0], key_sum_, first_owner(), scale);
-      put_fragments<Base::kSumStride>(shared_.sum[1], value_sum_, first_owner());
-      Base::write_cleaned(shared_.sum[0], assigned.count, p_.head_dim, rows, key_row,
-                          number(p_.query, p_.query_strides, true), seen);
-      Base::write_cleaned(shared_.sum[1], assigned.count, p_.v_head_dim, rows, value_row,
-                          number(bp_.grad_out, bp_.grad_out_strides, false), seen);
+      put_fragments<Base::kScoreStride>(shared_.score_sum, key_sum_, first_owner(), scale);
+      put_fragments<Base::kValueStride>(shared_.value_sum, value_sum_, first_owner());
+      Base::template write_cleaned<Base::kScoreStride>(shared_.score_sum, assigned.count, p_.head_dim, rows, key_row,
+                                                       number(p_.query, p_.query_strides, true), seen);
+      Base::template write_cleaned<Base::kValueStride>(shared_.value_sum, assigned.count, p_.v_head_dim, rows,
+                                                       value_row, number(bp_.grad_out, bp_.grad_out_strides, false),
+                                                       seen);
       return false;
     }
     const int count = work().count;
@@ -290,14 +353,14 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
   const TileMap &key_map_, &value_map_, &query_map_, &out_map_;
   Shared& shared_;
   const int lane_, group_;
-  Sums key_sum_, value_sum_;
+  float key_sum_[Width / 8][4], value_sum_[Values / 8][4];
 };
 
-template <class S, int Width>
+template <class S, int Width, int Values, Scores Kind>
 ATTNPACK_DEVICE void key_gradient_sm90_block(const AttentionBackwardParams& bp, const BackwardPlan& plan,
                                              const TileMap& key_map, const TileMap& value_map, const TileMap& query_map,
                                              const TileMap& out_map, void* workspace, int64_t block, void* shared) {
-  using Tile = WarpgroupKeyGradient<S, Width>;
+  using Tile = WarpgroupKeyGradient<S, Width, Values, Kind>;
   Tile(bp, plan, key_map, value_map, query_map, out_map, workspace, block, *static_cast<typename Tile::Shared*>(shared))
       .compute_gradients();
 }

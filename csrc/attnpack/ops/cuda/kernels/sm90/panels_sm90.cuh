@@ -23,10 +23,13 @@ struct Panels {
   ATTNPACK_DEVICE static constexpr int rows(int k) { return 16 * k * kPanel * 2; }
 };
 
-// Begins s [64, 8 Blocks] = A B^T. A and B: rows of tiles from a_first and b_first on.
-template <class S, int ARows, int BRows, int Width, int Blocks>
+// Begins s [64, 8 Blocks] = A B^T. A and B: rows of tiles from a_first and b_first on. RegistersShort: a loop is not to
+// keep the places of A's columns.
+template <class S, int ARows, int BRows, int Width, bool RegistersShort = false, int Blocks>
 ATTNPACK_DEVICE void begin_scores(float (&s)[Blocks][4], const S* a, int a_first, const S* b, int b_first = 0) {
-  const SharedMatrix left = Panels<ARows>{a}.whole(a_first), right = Panels<BRows>{b}.whole(b_first);
+  SharedMatrix left = Panels<ARows>{a}.whole(a_first);
+  const SharedMatrix right = Panels<BRows>{b}.whole(b_first);
+  if constexpr (RegistersShort) hold(left);
   hold(s);
   fence_products();
 #pragma unroll
