@@ -1,7 +1,7 @@
 // The kernels' own source under ThreadSanitizer, one CUDA thread a fiber (cuda_races.h): no access races with another.
 // A barrier too few need not show in results: this finds it whatever the drawn schedule was.
 //
-//   cuda_races             runs all kernels; the exit code is 1 if there is a race
+//   cuda_races [share I N] runs all kernels, or each N-th from the I-th; the exit code is 5 if there is a race
 //   cuda_races mutants [PART]  leaves out each barrier, warp barrier, wait and fence in turn, demands a race: minutes;
 //                          PART: only in files with that in their names
 //   cuda_races without SITE  leaves out one, as FILE:LINE, and prints the races
@@ -334,7 +334,13 @@ int main(int argc, char** argv) {
   Sites::all().records = true;
   if (mode == "mutants") return run_mutants(argc > 2 ? argv[2] : "");
   if (mode == "without" && argc > 2) Sites::all().left_out = argv[2];
+  const bool shared = mode == "share" && argc > 3;
+  const int share = shared ? std::atoi(argv[2]) : 0, shares = shared ? std::atoi(argv[3]) : 1;
+  const auto is_ours = [&](const std::string& name) {
+    return std::distance(kRuns.begin(), kRuns.find(name)) % shares == share;
+  };
   for (const auto& [name, run] : kRuns) {
+    if (!is_ours(name)) continue;
     const int before = reports;
     run();
     std::printf("%-28s %d races\n", name.c_str(), reports - before);
@@ -342,6 +348,7 @@ int main(int argc, char** argv) {
   }
   if (mode == "without") return 0;
   for (const auto& [file, source, run] : kDetected) {
+    if (!is_ours(run)) continue;
     const auto found = std::find_if(Sites::all().reached.begin(), Sites::all().reached.end(), [&](const auto& site) {
       return site.rfind(file, 0) == 0 && source_of(site).find(source) != std::string::npos;
     });
