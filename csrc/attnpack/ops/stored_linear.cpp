@@ -29,6 +29,12 @@ const StoredLayout& stored_layout(const char* name, const Tensor& weight) {
   ATTNPACK_CHECK(false, name, ": got blocks of ", weight.size(2), " bytes, want ", sizes);
 }
 
+const StoredLayout& widened_layout(const Tensor& blocks, at::ScalarType dtype) {
+  const StoredLayout& layout = stored_layout("blocks", blocks);
+  ATTNPACK_CHECK(is_element(dtype), "dtype: got ", dtype, ", want a float dtype");
+  return layout;
+}
+
 int64_t stored_inputs(const Tensor& weight) { return weight.size(1) * stored_layout("weight", weight).numbers; }
 
 void check_stored_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
