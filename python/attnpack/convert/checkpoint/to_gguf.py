@@ -117,7 +117,8 @@ def _text(text: str) -> bytes:
 
 
 def _pad(to: BinaryIO, alignment: int) -> None:
-    to.write(bytes(padded(to.tell(), alignment) - to.tell()))
+    """Zeros up to a multiple of alignment, which a file may give as 2^31."""
+    to.seek(to.truncate(padded(to.tell(), alignment)))
 
 
 def _pieces(file: GgufFile, name: str, bits: int | None) -> Iterator[bytes | memoryview]:
