@@ -457,6 +457,7 @@ void register_ops(py::module_& m) {
   m.def("stored_rows", [](const Tensor& table, const Tensor& ids, at::ScalarType dtype) {
     return without_gil([&] { return stored_rows(table, ids, dtype); });
   });
+  define(m, "stored_inputs", &stored_inputs, {"weight"});
   m.def("stored_layouts", [] {
     py::dict layouts;
     for (const StoredLayout& layout : kStoredLayouts)

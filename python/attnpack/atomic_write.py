@@ -16,8 +16,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the name of a file that the block makes (mode "x"). The file replaces `path` when the block ends without
     an error, and is removed otherwise.
 
-    Raises ValueError, naming `path`, if the disk is full or the folder takes no file.
+    Raises ValueError, naming `path`, if it lies in no folder, if the disk is full or the folder takes no file.
     """
+    _check_parent(path)
     partial = partial_of(path)
     with _explained(path):
         partial.unlink(missing_ok=True)  # a run that was killed may have left one
@@ -39,8 +40,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name for the output, or remove it first")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: lies in no folder that exists; make {out.absolute().parent} first")
+    _check_parent(out)
     partial = partial_of(out.absolute())
     with _explained(out):
         folder = _own_folder(partial)
@@ -68,6 +68,11 @@ def check_writable(path: Path) -> None:
     partial.unlink(missing_ok=True)
     partial.open("xb").close()
     partial.unlink()
+
+
+def _check_parent(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: lies in no folder that exists; make {path.absolute().parent} first")
 
 
 def _own_folder(partial: Path) -> int:

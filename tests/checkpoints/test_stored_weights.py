@@ -193,7 +193,12 @@ def test_generate_on_the_command_line(path, capsys, monkeypatch):
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     model = attnpack.CausalLM.from_gguf(path, weights="stored")
-    assert f'"weight_bytes": {sum(p.nbytes for p in model.parameters())}' in out
+    held = sum(p.nbytes for p in model.parameters())
+    assert f'"weight_bytes": {held}' in out
+    assert cli.main(command[:-1]) == 0
+    wide = sum(p.nbytes for p in attnpack.CausalLM.from_gguf(path).parameters())
+    assert capsys.readouterr().err == f"weights: {held / 2**20:.0f} MiB, and {wide / 2**20:.0f} in fp32\n"
+    assert held < 0.4 * wide
 
 
 @pytest.fixture(scope="module")

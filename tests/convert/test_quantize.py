@@ -1,7 +1,6 @@
 """Modules whose linear layers are rounded to 8 or 4 bits in place."""
 
 import copy
-import json
 from functools import partial
 
 import attnpack
@@ -10,8 +9,7 @@ import pytest
 import torch
 from attnpack import StoredEmbedding, StoredLinear, ops
 from attnpack.convert import quantize_
-from attnpack.tools import cli
-from stored_blocks import llama_file, numbers_of
+from stored_blocks import numbers_of
 from torch import nn
 
 SIZES = {"vocab_size": 96, "embed_dim": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 96}
@@ -125,29 +123,68 @@ def test_wrong_arguments_are_named_and_change_nothing():
     assert not [part for part in layer.modules() if isinstance(part, StoredLinear)]
 
 
-@pytest.mark.parametrize(("kind", "bits"), (("Q8_0", 8), ("Q4_0", 4)))
-def test_a_file_is_written_again(tmp_path, kind, bits, capsys):
-    source, out = llama_file(tmp_path / "source.gguf", ["Q5_K", "Q6_K"]), tmp_path / "out.gguf"
-    assert cli.main(["convert", str(source), str(out), "--to-gguf", kind]) == 0
-    assert f"matrices in {kind}" in capsys.readouterr().out
-    numbers = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(source).tensors}
-    for tensor in gguf.GGUFReader(out).tensors:
-        own = torch.from_numpy(numbers[tensor.name])
-        found = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        assert tensor.tensor_type.name == (kind if own.ndim == 2 else "F32")
-        assert (found - own).norm() < (0.01 if bits == 8 else 0.12) * own.norm()
-    before, after = (attnpack.CausalLM.from_gguf(p)(IDS).detach() for p in (source, out))
-    assert (after - before).norm() < (0.05 if bits == 8 else 0.6) * before.norm()
-    stored = attnpack.CausalLM.from_gguf(out, weights="stored")
-    assert (stored(IDS) - after).norm() < 0.03 * after.norm()
-    assert cli.main(["convert", str(source), str(tmp_path / "again.gguf"), "--to-gguf", kind, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["format"] == kind and report["bytes"] == (tmp_path / "again.gguf").stat().st_size
-    assert cli.main(["convert", str(tmp_path), str(tmp_path / "x.gguf"), "--to-gguf", kind]) == 2
-    assert "is a directory" in capsys.readouterr().err
-    assert cli.main(["convert", str(source), str(source), "--to-gguf", kind]) == 2
-    assert cli.main(["convert", str(source), str(tmp_path / "y.gguf"), "--to-gguf", kind, "--dtype", "bf16"]) == 2
-    assert "--dtype: got together with --to-gguf" in capsys.readouterr().err
+def test_what_cannot_be_rounded_in_place_is_refused():
+    layer = attnpack.FeedForward(64, 96)
+    for model, words in (
+        (nn.Linear(64, 64), r"model is .*attnpack\.StoredLinear\.from_blocks"),
+        (nn.Embedding(64, 64), r"model is .*attnpack\.StoredEmbedding\.from_blocks"),
+        ({}, "model is .*wants a module in Python"),
+        (layer.cpp(), r"model is .*wants a module in Python: quantize it, and then call \.cpp\(\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            quantize_(model)
+    for spoil in (
+        lambda part: part.register_forward_hook(lambda *_: None),
+        lambda part: part.register_forward_pre_hook(lambda *_: None),
+        lambda part: setattr(part, "forward", lambda x: x),
+    ):
+        hooked = attnpack.FeedForward(64, 96)
+        spoil(hooked.up_proj)
+        with pytest.raises(ValueError, match="model: up_proj has hooks or a forward of its own"):
+            quantize_(hooked)
+        assert not [part for part in hooked.modules() if isinstance(part, StoredLinear)]
+    with torch.no_grad():
+        layer.down_proj.weight.mul_(1e-8)
+    with pytest.raises(ValueError, match="too small for a scale of fp16"):
+        quantize_(layer)
+    assert type(layer.up_proj) is nn.Linear and layer.up_proj.weight.requires_grad
+
+
+def test_bits_that_are_stored_already():
+    model = make_model()
+    kept = {name: id(part) for name, part in quantize_(model, 4, head_bits=8).named_modules()}
+    assert {name: id(part) for name, part in quantize_(model, 4, head_bits=8).named_modules()} == kept
+    with pytest.raises(ValueError, match="model: .* is stored in Q4_0 already, and rounding it to Q8_0"):
+        quantize_(model, 8)
+    mixed = make_model()
+    quantize_(mixed.layers[0], 8)
+    with pytest.raises(ValueError, match=r"model: model\.layers\.0\..* is stored in Q8_0 already"):
+        quantize_(mixed, 4)
+    assert type(quantize_(mixed, 4, exact_first=1).layers[1].mlp.up_proj) is StoredLinear
+
+
+def test_a_layer_in_two_places_stays_one():
+    model = make_model()
+    model.layers[2].mlp = model.layers[0].mlp
+    model.layers[3].mlp.up_proj = model.layers[0].mlp.gate_proj
+    exact = model(IDS).detach()
+    quantize_(model)
+    assert model.layers[2].mlp.up_proj is model.layers[0].mlp.up_proj
+    assert model.layers[3].mlp.up_proj is model.layers[0].mlp.gate_proj
+    assert (model(IDS) - exact).norm() < 0.03 * exact.norm()
+
+
+def test_a_distributed_weight_is_refused(tmp_path):
+    distributed = pytest.importorskip("attnpack.distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = distributed.tensor_parallel(make_model(), mesh)
+        with pytest.raises(ValueError, match="model: .* is a DTensor"):
+            quantize_(model)
+        assert any(parameter.requires_grad for parameter in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_torchao_quantises_the_layers_in_python():

@@ -23,9 +23,12 @@ class Drawn(NamedTuple):
     honoured: frozenset[str] = frozenset()  # keys beside `ggufs.HONOURED` that have a meaning in this architecture
 
 
-def sizes(rng: random.Random, head_dim: bool = False, kv: bool = True) -> Both:
-    """(settings, metadata) that all families have."""
+def sizes(rng: random.Random, head_dim: bool = False, kv: bool = True, wide: bool = False) -> Both:
+    """(settings, metadata) that all families have. wide: a third has rows of 256 numbers, the blocks of K types."""
     heads, dim = rng.choice([1, 2, 4]), rng.choice([4, 8, 12, 16])
+    wide = wide and not head_dim and rng.random() < 1 / 3
+    if wide:
+        dim = 256 // heads
     width = rng.choice([16, 32, 48]) if head_dim else heads * dim
     if head_dim and width % heads == 0 and width // heads % 2 == 0 and rng.random() < 0.3:
         dim = width // heads
@@ -34,7 +37,7 @@ def sizes(rng: random.Random, head_dim: bool = False, kv: bool = True) -> Both:
         "num_attention_heads": heads,
         "num_hidden_layers": rng.choice([1, 2, 3, 4, 5]),
         "max_position_embeddings": rng.choice([20, 64]),
-        "intermediate_size": rng.choice([8, 24, 48]),
+        "intermediate_size": rng.choice([32, 256] if wide else [8, 24, 48]),
     }
     metadata = {
         "embedding_length": width,
@@ -105,19 +108,19 @@ SCALED = ("linear", "yarn")
 
 
 def llama(rng: random.Random) -> Drawn:
-    s, m = joined(sizes(rng, rng.random() < 0.5), norms(rng), rope(rng, ("linear", "yarn", "llama3")))
+    s, m = joined(sizes(rng, rng.random() < 0.3, wide=True), norms(rng), rope(rng, ("linear", "yarn", "llama3")))
     s |= {key: rng.random() < 0.3 for key in ("attention_bias", "mlp_bias", "tie_word_embeddings")}
     return Drawn("llama", "LlamaConfig", s, m)
 
 
 def mistral(rng: random.Random) -> Drawn:
-    s, m = joined(sizes(rng, rng.random() < 0.5), norms(rng), rope(rng))
+    s, m = joined(sizes(rng, rng.random() < 0.3, wide=True), norms(rng), rope(rng))
     s["sliding_window"] = m["attention.sliding_window"] = rng.choice([None, 1, 3, 7, 64])
     return Drawn("llama", "MistralConfig", s, m)
 
 
 def qwen2(rng: random.Random) -> Drawn:
-    s, m = joined(sizes(rng), norms(rng), rope(rng, SCALED))
+    s, m = joined(sizes(rng, wide=True), norms(rng), rope(rng, SCALED))
     return Drawn("qwen2", "Qwen2Config", s | {"tie_word_embeddings": rng.random() < 0.5}, m)
 
 

@@ -8,7 +8,9 @@ the key changes nothing.
 
 from __future__ import annotations
 
+import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 import transformers
 from families import peer_from
+from stored_blocks import FORMATS, check_rounded, random_blocks
 
 from fuzz import loaded
 from fuzz.gguf_draws import OLDER, Drawn
@@ -118,32 +121,65 @@ def tensors_of(model: Any, file: Drawn) -> dict[str, np.ndarray]:
     return gguf_models.tensors_of(model, file.arch, file.absorbed)
 
 
+def quantised(array: np.ndarray, kind: str) -> np.ndarray:
+    """The array in a format. gguf has no quantiser of K types: there they are random numbers of about its size."""
+    if not kind.endswith("_K"):
+        return gguf.quants.quantize(array.astype(np.float32), gguf.GGMLQuantizationType[kind])
+    *rows, inputs = array.shape
+    largest = 2 * float(np.abs(array).mean()) / (127 * 31 if kind == "Q6_K" else 31 * 15)
+    blocks = random_blocks(kind, math.prod(rows), inputs, seed=array.size, largest=largest)
+    return blocks.flatten(1).view(*rows, -1).numpy()
+
+
+@torch.no_grad()
+def rounds_by_half_a_step(path: Path, dtype: torch.dtype) -> str:
+    """Which layer of stored weights does more to its input, if any does, or whether logits are not finite."""
+    import attnpack
+
+    model, wrong = attnpack.CausalLM.from_gguf(path, weights="stored", dtype=dtype), []
+
+    def check(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        try:
+            check_rounded(inputs[0], layer.weight, layer.format, out, layer.bias)
+        except AssertionError:
+            wrong.append(f"{name} in {layer.format} errs by more than half a step of its input in {dtype}")
+
+    plain = model(TEXT)
+    for name, layer in model.named_modules():
+        if isinstance(layer, attnpack.StoredLinear):
+            layer.register_forward_hook(partial(check, name))
+    model(TEXT)
+    return "" if plain.isfinite().all() and not wrong else wrong[0] if wrong else "logits are not finite"
+
+
 def compare_stored(file: Drawn, foreign: dict[str, Any], tensors: dict[str, np.ndarray], path: Path) -> str:
     """What is wrong with the file whose matrices are quantised, if they stay so: in fp64 it has the logits of the
-    expanded weights. A scale that is not finite is refused, or gives no finite logits."""
+    expanded weights; in another dtype each layer moves its input by half a step. A scale that is not finite is refused
+    or gives no finite logits."""
     import attnpack
 
     rng = random.Random(len(tensors) + sum(tensor.size for tensor in tensors.values()))
     blocks = {}
     for name, array in tensors.items():
-        if array.ndim >= 2 and array.shape[-1] % 32 == 0 and rng.random() < 0.8:
-            kind = rng.choice(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-            stored = gguf.quants.quantize(array.astype(np.float32), gguf.GGMLQuantizationType[kind])
-            blocks[name] = (kind, stored)
+        kinds = [kind for kind, (numbers, *_) in FORMATS.items() if array.shape[-1] % numbers == 0]
+        if array.ndim >= 2 and kinds and rng.random() < 0.8:
+            kind = rng.choice(kinds)
+            blocks[name] = kind, quantised(array, kind)
     gguf_models.write(path, file.arch, file.metadata | foreign, tensors, blocks)
     with torch.no_grad():
         expanded = attnpack.CausalLM.from_gguf(path, dtype=torch.float64)(TEXT)
         found = attnpack.CausalLM.from_gguf(path, dtype=torch.float64, weights="stored")(TEXT)
         if not torch.allclose(found, expanded, rtol=1e-8, atol=1e-8):
             return f"stored weights move the logits by {float((found - expanded).abs().max()):.3g}"
-        rounded = attnpack.CausalLM.from_gguf(path, weights="stored")(TEXT)
-    if not rounded.isfinite().all():
-        return "rounded inputs give logits that are not finite"
+    if complaint := rounds_by_half_a_step(path, rng.choice([torch.float32, torch.float32, torch.bfloat16])):
+        return complaint
     if not blocks:
         return ""
     name = rng.choice(sorted(blocks))
     kind, stored = blocks[name]
-    stored.reshape(-1, stored.shape[-1])[0, :2] = np.array([rng.choice([np.nan, np.inf])], np.float16).view(np.uint8)
+    at = FORMATS[kind][2][0]
+    damage = np.array([rng.choice([np.nan, np.inf])], np.float16).view(np.uint8)
+    stored.reshape(-1, stored.shape[-1])[0, at : at + 2] = damage
     gguf_models.write(path, file.arch, file.metadata | foreign, tensors, blocks)
     try:
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attnpack import reference
 from op_cases import draw
 from schemas import in_order
-from stored_blocks import FORMATS, random_blocks
+from stored_blocks import FORMATS, check_rounded, random_blocks
 from torch.testing import assert_close
 
 Call = tuple[str, list, Callable]
@@ -133,24 +133,32 @@ def recurrent_cache(pick: Random) -> Call:
 
 def stored(pick: Random) -> Call:
     kind, rows, inputs = pick.choice(list(FORMATS)), pick.randint(1, 20), 256 * pick.randint(1, 3)
-    blocks = random_blocks(kind, rows=rows, inputs=inputs)
+    blocks = random_blocks(kind, rows=rows, inputs=inputs, largest=0.01)  # so that fp16 holds the result
     numbers = reference.stored_numbers(blocks, kind)
     if pick.random() < 0.3:
         return "widen_stored", [blocks, torch.float32], lambda result: assert_close(result, numbers, rtol=0, atol=0)
-    x = draw(pick.randint(0, 9), inputs, dtype=torch.float64)
+    dtype = pick.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    x = draw(pick.randint(0, 9), inputs, dtype=dtype)
+    if pick.random() < 0.3:  # numbers that stand out
+        x[torch.rand(x.shape) < 0.01] *= 50
+    rounded = pick.choice([None, False] if dtype == torch.float64 else [None, False, True])
+    bias = pick.choice([None, draw(rows, dtype=dtype)])
+
+    def close(out, offset):
+        assert out.dtype == dtype
+        if dtype == torch.float64:
+            assert_close(out, F.linear(x, numbers.double(), offset), **CLOSE)
+        else:  # the bound holds for inputs that are not rounded, too: weights are then rounded to the dtype
+            check_rounded(x, blocks, kind, out, offset)
+
     if pick.random() < 0.5:
-        bias = pick.choice([None, draw(rows, dtype=torch.float64)])
-
-        def right(result):
-            assert_close(result, F.linear(x, numbers.double(), bias), **CLOSE)
-
-        return "stored_linear", [x, blocks, bias, False], right
+        return "stored_linear", [x, blocks, bias, rounded], lambda result: close(result, bias)
 
     def both(result):
         for out in result:
-            assert_close(out, x @ numbers.double().t(), **CLOSE)
+            close(out, bias)
 
-    return "stored_linears", [x, [blocks, blocks], []], both
+    return "stored_linears", [x, [blocks, blocks], [] if bias is None else [bias, bias]], both
 
 
 MAKERS: list[Callable[[Random], Call]] = [

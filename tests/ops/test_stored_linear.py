@@ -6,23 +6,13 @@ from attnpack import ops, reference
 from attnpack.ops.stored import format_of
 from attnpack.tools.threads import threads
 from isas import PRESENT, run_with
-from stored_blocks import FORMATS, numbers_of, random_blocks
+from stored_blocks import FORMATS, check_rounded, numbers_of, random_blocks
 from torch.library import opcheck
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 EACH = pytest.mark.parametrize("kind", FORMATS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_rounded(x, blocks, kind, found, bias=None):
-    """Whether `found` is the product with rounded x: a number of x is moved by half a step at most."""
-    weight = numbers_of(blocks, kind).double()
-    exact = F.linear(x.double(), weight, None if bias is None else bias.double())
-    step = x.double().unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-    half = (0.5001 * step).expand(*step.shape[:-1], 32).flatten(-2)
-    rounding = torch.finfo(found.dtype).eps * (exact.abs() + 1e-30) + 1e-6 * x.double().abs() @ weight.abs().t()
-    assert ((found.double() - exact).abs() <= half @ weight.abs().t() + rounding).all()
 
 
 @EACH
@@ -188,6 +178,25 @@ def test_weights_are_rounded_to_the_nearest_code(bits, kind):
     assert not back[0, :32].any()
 
 
+@pytest.mark.parametrize(("bits", "kind", "code"), [(8, "Q8_0", 127), (4, "Q4_0", 8)])
+def test_small_numbers_get_the_smallest_scale(bits, kind, code):
+    """Beside larger ones; a weight of nothing but small numbers is refused."""
+    torch.manual_seed(4)
+    weight = torch.randn(40, 64) * torch.logspace(-9, -4, 40)[:, None]
+    weight[0], weight[1, :32], weight[1, 32] = 0, 0, 1e-30
+    blocks = ops.to_stored(weight, bits)
+    moved = (numbers_of(blocks, kind) - weight).view(40, 2, 32).abs()
+    step = weight.view(40, 2, 32).abs().amax(-1, keepdim=True) / code + 2**-24
+    assert (moved <= step * (0.5 if bits == 8 else 1.0) * 1.07).all()
+    assert not numbers_of(blocks, kind)[:2].any()
+    for largest in (1e-30, 0.99 * code * 2**-24):
+        with pytest.raises(ValueError, match=r"largest number is .*, too small for a scale of fp16 \(want at least"):
+            ops.to_stored(torch.full((3, 32), largest), bits)
+    assert not numbers_of(ops.to_stored(torch.zeros(3, 32), bits), kind).any()
+    least = ops.to_stored(torch.full((3, 32), code * 2**-24), bits)
+    assert (numbers_of(least, kind) - code * 2**-24).abs().max() <= 2**-24
+
+
 def test_wrong_arguments_are_named():
     blocks, x = random_blocks("Q4_0", rows=6, inputs=64), torch.randn(2, 64)
     for call, words in (
@@ -198,6 +207,9 @@ def test_wrong_arguments_are_named():
         (lambda: ops.stored_linear(x, blocks, torch.randn(6).double()), "cast one of them"),
         (lambda: ops.stored_linear(x.long(), blocks), "wants a float dtype"),
         (lambda: ops.stored_linear(x.double(), blocks, round_input=True), "never rounded"),
+        (lambda: ops.widen_stored(blocks, torch.int32), "dtype: got Int, want a float dtype"),
+        (lambda: torch.ops.attnpack.widen_stored(blocks.to("meta"), torch.int32), "dtype: got Int, want a float dtype"),
+        (lambda: torch.ops.attnpack.widen_stored(blocks.to("meta"), 2**63 - 1), "want a float dtype"),
         (lambda: ops.to_stored(torch.randn(2, 33), 8), "a multiple of 32"),
         (lambda: ops.to_stored(torch.randn(2, 32), 5), "want 8 or 4"),
         (lambda: ops.to_stored(torch.full((2, 32), float("nan")), 8), "not finite"),

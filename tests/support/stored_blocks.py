@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Numbers and bytes of a block, and where its numbers in fp16 stand: scales, then offsets.
 FORMATS = {
@@ -48,7 +49,19 @@ def exact_input(rows: int, inputs: int) -> Tensor:
     return (codes * 2.0 ** torch.randint(-9, 3, (rows, inputs // 32, 1), generator=generator)).flatten(1)
 
 
-def llama_file(path: Path, kinds: Sequence[str], tied: bool = True, layers: int = 2) -> Path:
+def check_rounded(x: Tensor, blocks: Tensor, kind: str, found: Tensor, bias: Tensor | None = None) -> None:
+    """Checks that `found` is the product with rounded x: a number of x is moved by half a step at most."""
+    weight = numbers_of(blocks, kind).double()
+    exact = F.linear(x.double(), weight, None if bias is None else bias.double())
+    step = x.double().unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    half = (0.5001 * step).expand(*step.shape[:-1], 32).flatten(-2)
+    rounding = torch.finfo(found.dtype).eps * (exact.abs() + 1e-30) + 1e-6 * x.double().abs() @ weight.abs().t()
+    assert ((found.double() - exact).abs() <= half @ weight.abs().t() + rounding).all()
+
+
+def llama_file(
+    path: Path, kinds: Sequence[str], tied: bool = True, layers: int = 2, alignment: int | None = None
+) -> Path:
     """A Llama whose matrices take turns in the formats, as llama.cpp writes it: 256 wide, 4 query heads, 2 of kv."""
     width, hidden, vocab, head_dim = 256, 512, 96, 64
     shapes = {"token_embd": (vocab, width)} | ({} if tied else {"output": (vocab, width)})
@@ -66,6 +79,8 @@ def llama_file(path: Path, kinds: Sequence[str], tied: bool = True, layers: int 
             }.items()
         }
     writer = gguf.GGUFWriter(path, "llama")
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
     for key, value in {
         "embedding_length": width,
         "block_count": layers,
@@ -73,8 +88,10 @@ def llama_file(path: Path, kinds: Sequence[str], tied: bool = True, layers: int 
         "attention.head_count_kv": 2,
         "context_length": 64,
         "feed_forward_length": hidden,
+        "vocab_size": vocab,
     }.items():
         writer.add_uint32(f"llama.{key}", value)
+    writer.add_string("tokenizer.ggml.model", "none")  # which llama.cpp wants to know
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     for i, (name, (rows, inputs)) in enumerate(shapes.items()):
         kind = kinds[i % len(kinds)]

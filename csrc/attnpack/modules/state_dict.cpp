@@ -21,7 +21,10 @@ void check_tensor(const std::string& name, const at::Tensor& current, const at::
   ATTNPACK_CHECK(given.defined(), "state dict: got an undefined tensor as ", name, ", want one of shape ",
                  current.sizes(), ": leave the name out");
   ATTNPACK_CHECK(taken || given.sizes() == current.sizes(), "state dict: got ", name, " of shape ", given.sizes(),
-                 ", want ", current.sizes());
+                 ", want ", current.sizes(),
+                 is_stored(given) && !is_stored(current)
+                     ? ", or the same weight in stored blocks, by assign_state_dict (in Python assign=True)"
+                     : "");
   ATTNPACK_CHECK(!given.is_complex() || current.is_complex(), "state dict: got ", name, " of dtype ",
                  given.scalar_type(), ", want real numbers: at::real and at::imag give the two parts");
   ATTNPACK_CHECK(!given.is_quantized(), "state dict: got ", name, " of dtype ", given.scalar_type(),

@@ -29,6 +29,12 @@ const StoredLayout& stored_layout(const char* name, const Tensor& weight) {
   ATTNPACK_CHECK(false, name, ": got blocks of ", weight.size(2), " bytes, want ", sizes);
 }
 
+const StoredLayout& widened_layout(const Tensor& blocks, at::ScalarType dtype) {
+  const StoredLayout& layout = stored_layout("blocks", blocks);
+  ATTNPACK_CHECK(is_element(dtype), "dtype: got ", dtype, ", want a float dtype");
+  return layout;
+}
+
 int64_t stored_inputs(const Tensor& weight) { return weight.size(1) * stored_layout("weight", weight).numbers; }
 
 void check_stored_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -83,13 +89,22 @@ std::vector<double> tried_sizes(int64_t bits) {
   return sizes;
 }
 
+constexpr double kSmallestHalf = 0x1p-24, kSmallestNormalHalf = 0x1p-14;
+
+// A scale in fp16. Below 2^-14 it is rounded away from zero, to a multiple of 2^-24: rounded to the nearest one, it
+// would cut off the largest code, or turn a block of small numbers into zeros.
+Tensor to_half(const Tensor& scale) {
+  const Tensor size = scale.abs(), up = (size / kSmallestHalf).ceil() * kSmallestHalf;
+  return at::where(size < kSmallestNormalHalf, up.copysign(scale), scale).to(at::kHalf);
+}
+
 // Scales in fp16 [rows, blocks, 1] and codes in fp32 of numbers [rows, blocks, 32].
 std::tuple<Tensor, Tensor> nearest_codes(const Tensor& blocks, int64_t bits) {
   const Tensor largest = blocks.gather(-1, blocks.abs().argmax(-1, /*keepdim=*/true));
   const double lowest = bits == 8 ? -127 : -8, highest = bits == 8 ? 127 : 7;
   Tensor scale, codes, error;
   for (const double size : tried_sizes(bits)) {
-    const Tensor tried = ((bits == 8 ? largest.abs() : largest) / size).to(at::kHalf), step = tried.to(at::kFloat);
+    const Tensor tried = to_half((bits == 8 ? largest.abs() : largest) / size), step = tried.to(at::kFloat);
     const Tensor rounded = at::where(step == 0, 0.0, blocks / step).round_().clamp_(lowest, highest);
     const Tensor wrong = (rounded * step - blocks).square_().sum(-1, /*keepdim=*/true);
     if (!scale.defined()) {
@@ -103,6 +118,17 @@ std::tuple<Tensor, Tensor> nearest_codes(const Tensor& blocks, int64_t bits) {
   return {scale, codes};
 }
 
+// Raises for a weight that is all but lost: a step of 2^-24 is the smallest, and the largest number is below the
+// largest code of such steps. Then small blocks beside large ones move by at most half a step of the largest block.
+void check_large_enough(const Tensor& weight, int64_t bits) {
+  if (weight.is_meta() || weight.numel() == 0) return;
+  const auto [lowest, highest] = weight.detach().aminmax();
+  const double largest = at::maximum(-lowest, highest).item<double>(), wanted = (bits == 8 ? 127 : 8) * kSmallestHalf;
+  ATTNPACK_CHECK(largest == 0 || !(largest < wanted), "weight: its largest number is ", largest, ", too small for a ",
+                 "scale of fp16 (want at least ", wanted, ", 2^-24 times the largest code); multiply it by a power of ",
+                 "two, or leave this layer out");
+}
+
 }  // namespace
 
 Tensor to_stored(const Tensor& weight, int64_t bits) {
@@ -111,6 +137,7 @@ Tensor to_stored(const Tensor& weight, int64_t bits) {
                  " of shape ", weight.sizes(), ", want numbers [out, in]");
   ATTNPACK_CHECK(weight.size(1) > 0 && weight.size(1) % kRoundedBlock == 0, "weight: got rows of ", weight.size(1),
                  " numbers, want a multiple of ", kRoundedBlock, ", the numbers of a block");
+  check_large_enough(weight, bits);
   const auto stored = [&](const Tensor& rows) {
     const Tensor blocks = rows.to(at::kFloat).unflatten(-1, {-1, kRoundedBlock});
     const auto [scale, codes] = nearest_codes(blocks, bits);

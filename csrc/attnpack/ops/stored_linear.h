@@ -41,7 +41,9 @@ at::Tensor stored_rows(const at::Tensor& table,  // [rows, blocks, bytes] uint8
                        at::ScalarType dtype);    // -> [..., in]
 
 // A weight in symmetric blocks of 32 numbers: Q8_0 for 8 bits, Q4_0 for 4. Each scale is the one of several that leaves
-// the smallest squared error. Raises for numbers that are not finite.
+// the smallest squared error. A step is at least 2^-24, the smallest number of fp16, so that smaller numbers beside
+// large ones move by at most half of that. Raises for numbers that are not finite, and for a weight whose largest
+// number is below 127 (with 4 bits 8) such steps.
 at::Tensor to_stored(const at::Tensor& weight,  // [out, in], `in` a multiple of 32
                      int64_t bits);             // -> [out, in / 32, 34 or 18] uint8
 

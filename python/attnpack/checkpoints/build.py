@@ -38,7 +38,9 @@ def from_gguf(
     With weights="stored" linear layers and token embeddings in Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K stay
     as the file holds them, in memory that is mapped from it (q_proj and k_proj of the architecture llama are copied,
     because their rows change places), and are multiplied as they are. Such a model has no gradients, and all its
-    parameters are frozen. `dtype` is then that of the states, and of all that is stored otherwise.
+    parameters are frozen. `dtype` is then that of the states, and of all that is stored otherwise. Leave the file as it
+    is while a model uses it: if it is overwritten, weights change, and if it is cut, reading them ends the process
+    (SIGBUS). To put another file in its place, move that one there.
 
     Architectures: llama (Llama, Mistral, Mixtral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2
     (OLMo 2 and 3), starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2, smollm3, granite, granitemoe,

@@ -141,7 +141,8 @@ class _Header:
 
 
 class GgufFile:
-    """The header of a GGUF file: `metadata`, `tensors` by name; `read` gives one tensor.
+    """The header of a GGUF file: `metadata`, `tensors` by name; `read` gives one tensor. `metadata_places` says where
+    each key stands with its value in the file: the first byte and the one behind the last.
 
     Raises ValueError, naming the file, for anything that is not a whole little-endian GGUF file of version 2 or 3.
     """
@@ -153,7 +154,9 @@ class GgufFile:
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file; give the path of a .gguf file")
         self.metadata: dict[str, Any] = {}
+        self.metadata_places: dict[str, tuple[int, int]] = {}
         self.tensors: dict[str, GgufTensor] = {}
+        self.alignment = 32  # of each tensor in the file
         with naming(self.path, "is no GGUF file that can be read", "get it again"), self.path.open("rb") as file:
             magic = file.read(4)
             if magic != b"GGUF":
@@ -165,15 +168,16 @@ class GgufFile:
         if version not in (2, 3):
             raise ValueError(f"{self.path}: GGUF version {version}; readable are little-endian versions 2 and 3")
         num_tensors, num_keys = header.read_count(_MOST_TENSORS, "tensors"), header.read_count(_MOST_KEYS, "keys")
-        alignment = 32
         for _ in range(num_keys):
-            key, kind = header.read_name(), header.read_scalar("I")
+            begin, key, kind = header.at, header.read_name(), header.read_scalar("I")
             self._check_new(key, self.metadata, "the key")
             self.metadata[key] = header.read_value(kind)
+            self.metadata_places[key] = begin, header.at
             if key == "general.alignment":
-                alignment = self._checked_alignment(kind, self.metadata[key])
+                self.alignment = self._checked_alignment(kind, self.metadata[key])
         infos = [self._read_tensor_info(header) for _ in range(num_tensors)]
-        start = _padded(header.at, alignment)
+        alignment = self.alignment
+        start = padded(header.at, alignment)
         blocks = _block_sizes(self.path, {kind for _, _, kind, _ in infos})
         end = 0
         for name, shape, kind, at in infos:
@@ -190,7 +194,7 @@ class GgufFile:
                     f"end at {end} (alignment {alignment}); the file is damaged, get it again"
                 )
             tensor = GgufTensor(shape, kind, start + at, shape[-1] // elements * block_bytes)
-            end = _padded(at + tensor.nbytes, alignment)
+            end = padded(at + tensor.nbytes, alignment)
             self.tensors[name] = tensor
         self._check_size(header.size)
 
@@ -300,7 +304,8 @@ def _type_name(kind: int) -> str:
     return GGMLQuantizationType(kind).name
 
 
-def _padded(count: int, alignment: int) -> int:
+def padded(count: int, alignment: int) -> int:
+    """The next multiple of alignment."""
     return -(-count // alignment) * alignment
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..nn.native import replace_by_stored
-from ..nn.stored import storable_layers, to_stored
+from .._C import linear_layers
+from ..errors import wrong_kind
+from ..nn.native import dtype_of_numbers, stored_like
+from ..nn.stored import StoredEmbedding, StoredLinear, is_stored, storable_layers, to_stored
+
+FORMATS = {8: "Q8_0", 4: "Q4_0"}
+"""What so many bits are in GGUF files."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -22,16 +27,21 @@ def quantize_(
     parameters of the module are frozen. Layers whose rows are no multiple of 32, kv_b_proj of latent attention and
     o_a_proj of compressed attention stay as they are.
 
+    Raises, and changes nothing, for a layer alone, for layers with hooks, for weights that are stored in another format
+    or distributed, and as `attnpack.ops.to_stored`. A layer that stands in several places stays one.
+
     Args:
         bits: 8 or 4.
         exact_first, exact_last: how many blocks at the start and at the end of each stack keep their weights.
         head_bits: bits of lm_head, or of the table that it is tied to: 8, 4, or 0 for as it is. Default: `bits`.
     """
     _check(bits, exact_first, exact_last, head_bits)
+    _check_model(model)
     chosen = {name: bits for name in storable_layers(model)}
+    chosen |= {name: bits for name, part in model.named_modules() if isinstance(part, StoredLinear | StoredEmbedding)}
     for path, child in model.named_modules(remove_duplicate=False):
         leaf = path.rpartition(".")[2]
-        if isinstance(child, nn.Embedding) and not _is_tied(model, path):
+        if isinstance(child, nn.Embedding | StoredEmbedding) and not _is_tied(model, path):
             chosen.pop(path, None)
         elif leaf in ("lm_head", "embed_tokens") and head_bits is not None and path in chosen:
             chosen[path] = head_bits
@@ -39,14 +49,25 @@ def quantize_(
             exact = [i for i in range(len(child)) if i < exact_first or i >= len(child) - exact_last]
             kept = tuple(f"{path}.{i}." for i in exact)
             chosen = {name: width for name, width in chosen.items() if not name.startswith(kept)} if kept else chosen
-    weights = {name: model.get_submodule(name).weight for name in chosen}
-    blocks = {
-        name: to_stored(weight, chosen[name])
-        for name, weight in weights.items()
-        if chosen[name] and weight.shape[1] % 32 == 0 and weight.shape[1] > 0
-    }
-    for name, stored in blocks.items():
-        replace_by_stored(model, name, stored)
+    layers = {name: model.get_submodule(name) for name in chosen}
+    for name, layer in layers.items():
+        _check_layer(name, layer, chosen[name])
+    # A layer in several places stays one, and so does a weight.
+    blocks: dict[tuple[int, int], Tensor] = {}
+    made: dict[nn.Module, nn.Module] = {}
+    dtype = dtype_of_numbers(model.parameters())
+    for name, layer in layers.items():
+        key = id(layer.weight), chosen[name]
+        if is_stored(layer.weight) or not chosen[name] or layer.weight.shape[1] % 32 or not layer.weight.shape[1]:
+            continue
+        if key not in blocks:
+            blocks[key] = to_stored(layer.weight, chosen[name])
+        if layer not in made:
+            made[layer] = stored_like(layer, blocks[key], dtype)
+    for name, layer in layers.items():
+        if layer in made:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, made[layer])
     return model.requires_grad_(False)
 
 
@@ -64,3 +85,32 @@ def _check(bits: int, exact_first: int, exact_last: int, head_bits: int | None) 
     for name, count in (("exact_first", exact_first), ("exact_last", exact_last)):
         if type(count) is not int or count < 0:
             raise ValueError(f"attnpack: {name}: got {count!r}, want how many blocks stay exact, 0 or more")
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise wrong_kind("model", model, "a module in Python: quantize it, and then call .cpp() on it")
+    if isinstance(model, nn.Linear | nn.Embedding):
+        kind, rest = ("Linear", "layer.bias") if isinstance(model, nn.Linear) else ("Embedding", "layer.weight.dtype")
+        one = f"attnpack.Stored{kind}.from_blocks(attnpack.ops.to_stored(layer.weight, bits), {rest})"
+        raise wrong_kind("model", model, f"a module that holds it, in which it is replaced; {one} makes one layer")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"attnpack: model: {name} is a DTensor, whose parts cannot be rounded: call quantize_ on a model of "
+                "one process"
+            )
+
+
+def _check_layer(name: str, layer: nn.Module, bits: int) -> None:
+    if isinstance(layer, StoredLinear | StoredEmbedding):
+        if bits and layer.format != FORMATS[bits]:
+            raise ValueError(
+                f"attnpack: model: {name} is stored in {layer.format} already, and rounding it to {FORMATS[bits]} "
+                "would add one error to the other: take the model with its numbers"
+            )
+    elif bits and ("forward" in vars(layer) or any(getattr(layer, hooks) for hooks in linear_layers.HOOKS)):
+        raise ValueError(
+            f"attnpack: model: {name} has hooks or a forward of its own, which its layer of stored weights would not "
+            "have: remove them first"
+        )

@@ -172,7 +172,9 @@ class CausalLM(NativeModule):
         """The model of a GGUF file, in evaluation mode: Llama and the architectures that `checkpoints.build` lists.
 
         weights="stored" keeps quantised weights as the file holds them, and multiplies them as they are: such a model
-        has no gradients. `checkpoints.build` says what stays.
+        has no gradients. `checkpoints.build` says what stays. They are mapped from the file, which must stay as it is
+        while a model uses it: if the file is overwritten, weights change, and if it is cut, reading them ends the
+        process (SIGBUS).
         """
         from ..checkpoints import build
 

@@ -20,6 +20,16 @@ is_watched = linear_layers.is_watched
 _is_compiling = torch.compiler.is_compiling
 
 
+def _has_hooks(layer: nn.Module) -> bool:
+    """`is_watched` while a graph is traced, where no C++ runs."""
+    return "forward" in vars(layer) or any(getattr(layer, name) for name in linear_layers.HOOKS)
+
+
+def _just_multiplies(layer: nn.Module) -> bool:
+    """Whether a call of layer runs only the product of a StoredLinear."""
+    return type(layer) is StoredLinear and not (_has_hooks(layer) if _is_compiling() else is_watched(layer))
+
+
 def is_offloaded(module: nn.Module) -> bool:
     """Whether a hook of accelerate brings the weights when the module is called. Until then they are on "meta"."""
     return hasattr(module, "_hf_hook")
@@ -40,7 +50,7 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..
 def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """`project` by each of the layers; one call of ``attnpack.ops.linears`` if all of them are plain."""
     found = None if _is_compiling() else linear_layers.project(layers, x)
-    if found is None and all(type(layer) is StoredLinear and not is_watched(layer) for layer in layers):
+    if found is None and all(map(_just_multiplies, layers)):
         biases = [layer.bias for layer in layers if layer.bias is not None]
         if len(biases) in (0, len(layers)):
             return ops.stored_linears(x, [layer.weight for layer in layers], biases)
@@ -76,5 +86,5 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
     if type(layer) is not nn.Linear or layer.bias is not None or type(layer.weight) not in (Tensor, nn.Parameter):
         return None
     if _is_compiling():  # a compiled graph knows no global hooks
-        return None if any(getattr(layer, name) for name in linear_layers.HOOKS) else layer.weight
+        return None if _has_hooks(layer) else layer.weight
     return layer.weight if linear_layers.is_plain(layer) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import get_annotations
 from itertools import chain
@@ -16,9 +16,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import cpp
 from .._C import checks, linear_layers
 from ..errors import wrong_kind
-from ..ops.stored import is_stored
+from ..ops.stored import inputs_of, is_stored
 from ..signatures import HasForward, HasTwin, P, Result, Twin
-from .stored import StoredEmbedding, StoredLinear
+from .stored import StoredEmbedding, StoredLinear, storable_layers
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Conv1d, nn.ModuleList, StoredLinear, StoredEmbedding)
@@ -122,6 +122,13 @@ class NativeModule(nn.Module):
             module.get_submodule(name).training = part.training
         return module
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        assigned = bool(local_metadata.get("assign_to_params_buffers"))
+        _make_place_for_stored(self, state_dict, prefix, assigned)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     @classmethod
     def _shell(cls, twin: Any) -> Self:
         """The module of a twin on the device "meta", without its parameters."""
@@ -144,16 +151,48 @@ class NativeModule(nn.Module):
         return {name: ours(value) for name, value in twin.options().items() if name not in cls._not_of_twin}
 
 
-def replace_by_stored(module: nn.Module, name: str, blocks: Tensor) -> None:
-    """Puts a layer of stored weights in the place of the linear layer or the embedding `name`."""
-    parent, _, leaf = name.rpartition(".")
-    layer = module.get_submodule(name)
+def stored_like(layer: nn.Module, blocks: Tensor, dtype: torch.dtype | None) -> nn.Module:
+    """The layer of stored weights that takes the place of a linear layer or an embedding. dtype: of an embedding's
+    rows."""
     if isinstance(layer, nn.Embedding | StoredEmbedding):
-        numbers = (x.dtype for x in module.parameters() if x.is_floating_point())
-        made: nn.Module = StoredEmbedding.from_blocks(blocks, next(numbers, None))
+        made: nn.Module = StoredEmbedding.from_blocks(blocks, dtype)
     else:
         made = StoredLinear.from_blocks(blocks, layer.bias)
-    setattr(module.get_submodule(parent), leaf, made.train(layer.training))
+    return made.train(layer.training)
+
+
+def dtype_of_numbers(tensors: Iterable[object]) -> torch.dtype | None:
+    """The dtype of the first tensor of numbers."""
+    return next((x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
+def replace_by_stored(module: nn.Module, name: str, blocks: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Puts a layer of stored weights in the place of the linear layer or the embedding `name`. dtype: of an embedding's
+    rows [that of the module's numbers]."""
+    parent, _, leaf = name.rpartition(".")
+    made = stored_like(module.get_submodule(name), blocks, dtype or dtype_of_numbers(module.parameters()))
+    setattr(module.get_submodule(parent), leaf, made)
+
+
+def _make_place_for_stored(module: nn.Module, state: dict[str, Any], prefix: str, assigned: bool) -> None:
+    """Puts layers of stored weights where a state dict has a stored weight for a layer of numbers, and freezes the
+    module. Raises if the state dict is not assigned but copied."""
+    found = {
+        name.removeprefix(prefix).removesuffix(".weight"): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefix) and name.endswith(".weight") and isinstance(tensor, Tensor) and is_stored(tensor)
+    }
+    for name in storable_layers(module) if found else ():
+        blocks, shape = found.get(name), module.get_submodule(name).weight.shape
+        if blocks is None or (blocks.shape[0], inputs_of(blocks)) != tuple(shape):
+            continue
+        if not assigned:
+            raise ValueError(
+                f"attnpack: state dict: {prefix}{name}.weight is stored in 8 or 4 bits, and the layer has numbers: "
+                "pass assign=True to load_state_dict, which then makes it a layer of stored weights"
+            )
+        module.requires_grad_(False)  # the numbers are assigned as those that they replace are
+        replace_by_stored(module, name, blocks, dtype_of_numbers(state.values()))
 
 
 def dropped(x: Tensor, module: nn.Module) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.stored import STORED_LAYOUTS, format_of, to_stored
+from ..ops.stored import STORED_LAYOUTS, format_of, inputs_of, is_stored, to_stored
 
-__all__ = ["STORED_LAYOUTS", "StoredEmbedding", "StoredLinear", "storable_layers", "to_stored"]
+__all__ = ["STORED_LAYOUTS", "StoredEmbedding", "StoredLinear", "is_stored", "storable_layers", "to_stored"]
 
 
 class StoredLinear(nn.Module):
@@ -39,8 +39,13 @@ class StoredLinear(nn.Module):
         self._set_blocks(_zero_blocks(out_features, in_features, format, device), offset)
 
     def _set_blocks(self, weight: Tensor, bias: Tensor | None) -> StoredLinear:
-        numbers = STORED_LAYOUTS[format_of(weight)][0]
-        self.in_features, self.out_features = weight.shape[1] * numbers, weight.shape[0]
+        self.in_features = inputs_of(weight)
+        self.out_features = weight.shape[0]
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(
+                f"attnpack: bias: got shape {tuple(bias.shape)}, want ({self.out_features},): a number for each row of "
+                "weight"
+            )
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         return self
@@ -88,8 +93,8 @@ class StoredEmbedding(nn.Module):
         self._set_blocks(_zero_blocks(num_embeddings, embedding_dim, format, device), dtype)
 
     def _set_blocks(self, weight: Tensor, dtype: torch.dtype | None) -> StoredEmbedding:
+        self.embedding_dim = inputs_of(weight)
         self.num_embeddings = weight.shape[0]
-        self.embedding_dim = weight.shape[1] * STORED_LAYOUTS[format_of(weight)][0]
         self.weight = nn.Parameter(weight, requires_grad=False)
         # It has the dtype of the rows, and moves with the module.
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)

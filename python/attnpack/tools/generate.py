@@ -11,6 +11,7 @@ import torch
 
 from .. import CausalLM, ModelCache, checkpoints
 from ..errors import DTYPES
+from ..ops.stored import inputs_of, is_stored
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def answer(
 
 
 def main(args: argparse.Namespace) -> None:
-    """`attnpack generate`: streams the answer; with `args.json` prints the answer's figures as one JSON object."""
+    """`attnpack generate`: streams the answer, and says on stderr how much memory stored weights take; with `args.json`
+    prints the answer's figures as one JSON object."""
     greedy = args.temperature == 0 or (args.temperature, args.top_k, args.top_p) == (None, None, None)
     if args.seed is not None and greedy:
         raise ValueError(
@@ -88,7 +90,19 @@ def main(args: argparse.Namespace) -> None:
     sampling = {name: value for name, value in sampling.items() if value is not None}
     write = (lambda piece: None) if args.json else write_to_stdout
     found = answer(model, tokenizer, args.prompt, write=write, max_new_tokens=args.max_new_tokens, **sampling)
-    print(json.dumps(asdict(found), indent=2) if args.json else "")
+    if args.json:
+        print(json.dumps(asdict(found), indent=2))
+        return
+    print()
+    if args.weights == "stored":
+        wide = widened_bytes(model, DTYPES[args.dtype]) / 2**20
+        print(f"weights: {found.weight_bytes / 2**20:.0f} MiB, and {wide:.0f} in {args.dtype}", file=sys.stderr)
+
+
+def widened_bytes(model: CausalLM, dtype: torch.dtype) -> int:
+    """The bytes of the parameters if all of them had this dtype."""
+    rows = ((p.size(0) * inputs_of(p) if is_stored(p) else p.numel()) for p in model.parameters())
+    return sum(rows) * dtype.itemsize
 
 
 def write_to_stdout(piece: str) -> None:

@@ -30,8 +30,7 @@ Tensor with_whole_rows(const Tensor& weight) {
 }
 
 Tensor widen_stored_cpu(const Tensor& given, at::ScalarType dtype) {
-  const auto& layout = stored_layout("blocks", given);
-  ATTNPACK_CHECK(is_element(dtype), "dtype: got ", dtype, ", want a float dtype");
+  const auto& layout = widened_layout(given, dtype);
   const Tensor blocks = with_whole_rows(given);
   const int64_t inputs = blocks.size(1) * layout.numbers, rows = blocks.size(0);
   const Tensor out = at::empty({rows, inputs}, blocks.options().dtype(dtype));

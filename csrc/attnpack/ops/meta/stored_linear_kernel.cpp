@@ -27,7 +27,7 @@ std::vector<Tensor> stored_linears_meta(const Tensor& input, at::TensorList weig
 }
 
 Tensor widen_stored_meta(const Tensor& blocks, at::ScalarType dtype) {
-  const auto& layout = stored_layout("blocks", blocks);
+  const auto& layout = widened_layout(blocks, dtype);
   return at::empty_symint({blocks.sym_size(0), blocks.sym_size(1) * layout.numbers}, blocks.options().dtype(dtype));
 }
 

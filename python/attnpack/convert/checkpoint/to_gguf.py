@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import re
+import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from ...atomic_write import atomic_file
-from ...checkpoints.gguf_file import GgufFile
-from ...file_errors import naming
-from ...nn.stored import to_stored
+from ...checkpoints.gguf_file import GgufFile, GgufTensor, padded
+from ...file_errors import excerpt, naming
+from ...nn.stored import STORED_LAYOUTS, to_stored
 from ...progress import progress
 
 BITS = {"Q8_0": 8, "Q4_0": 4}
-_MOST_NUMBERS = 1 << 22  # that are widened at a time
-# llama.cpp reads these row by row, or adds them up: they stay as they are.
-_NO_MATRICES = ("position_embd.weight", "ffn_gate_inp.weight", "rope_freqs.weight")
+_MOST_NUMBERS = 1 << 20  # that are widened at a time
+_VERSION, _UINT32 = 3, 4  # of GGUF, and its number of the type
+
+# What llama.cpp's quantiser leaves, by the end of a tensor's name: norms, which may have a row per head; routers;
+# tables of positions and token types; small matrices of recurrent layers, of Gemma 3n and of indexers.
+_LEFT = re.compile(
+    r"""(^|[._])(norm(_2)? | position_embd | token_types | rope_freqs
+    | ffn_gate_inp(_shexp)? | ffn_gate_tid2eid | attn_rel_b | indexer[.][kq]_proj
+    | ssm_conv1d(_[qkv])? | shortconv[.]conv | time_mix_(first | ln | lerp_\w+ | decay_w[12] | [agvw][012] | [kr]_[akr])
+    | altup_\w+ | laurel_[lr] | per_layer_model_proj)[.]weight$""",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,9 @@ class GgufReport:
 
 
 def write_gguf(source: Path, out: Path, kind: str) -> GgufReport:
-    """Writes the GGUF file `source` to `out`, with matrices in the format `kind` ("Q8_0" or "Q4_0"). Vectors, and
-    matrices whose rows are no multiple of 32, stay as they are.
+    """Writes the GGUF file `source` to `out`, with matrices in the format `kind` ("Q8_0" or "Q4_0"). Vectors, matrices
+    whose rows are no multiple of 32, and what llama.cpp's quantiser leaves (norms, routers, small matrices of recurrent
+    layers) stay as they are. All other metadata are copied.
 
     Raises ValueError, and leaves no output, for a directory, a damaged file and weights that are not finite.
     """
@@ -50,48 +65,76 @@ def write_gguf(source: Path, out: Path, kind: str) -> GgufReport:
         raise ValueError(f"{out}: is the file to read, which stays as it is; choose another name")
     file = GgufFile(source)
     file.check_model()
-    import gguf
-
-    with naming(source, "cannot be converted", "get it again"), atomic_file(out) as partial:
-        reader = gguf.GGUFReader(source)
-        writer = gguf.GGUFWriter(partial, file.metadata["general.architecture"])
-        _copy_metadata(reader, writer, kind)
-        for tensor in progress(reader.tensors, f"writing {out.name}"):
-            shape = file.tensors[tensor.name].shape
-            if _is_matrix(tensor.name, shape):
-                blocks = _blocks_of(file, tensor.name, BITS[kind]).view(*shape[:-1], -1)
-                writer.add_tensor(tensor.name, blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
-            else:
-                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    wanted = {name: _wanted(name, tensor, kind) for name, tensor in file.tensors.items()}
+    with atomic_file(out) as partial, partial.open("xb") as to:
+        to.write(_header(file, wanted, kind))
+        for name, tensor in progress(wanted.items(), f"writing {out.name}"):
+            _pad(to, file.alignment)
+            for piece in _pieces(file, name, None if tensor is file.tensors[name] else BITS[kind]):
+                to.write(piece)
+        _pad(to, file.alignment)
     before, after = (path.stat().st_size for path in (source, out))
     return GgufReport(str(out), kind, before, after, time.monotonic() - started)
 
 
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) >= 2 and name.endswith(".weight") and name not in _NO_MATRICES and shape[-1] % 32 == 0
+def _wanted(name: str, tensor: GgufTensor, kind: str) -> GgufTensor:
+    """The tensor as it is written; its offset is nobody's yet."""
+    from gguf import GGMLQuantizationType
+
+    stays = len(tensor.shape) < 2 or tensor.shape[-1] % 32 or not name.endswith(".weight") or _LEFT.search(name)
+    if stays or tensor.type == GGMLQuantizationType[kind]:
+        return tensor
+    numbers, size = STORED_LAYOUTS[kind]
+    return GgufTensor(tensor.shape, int(GGMLQuantizationType[kind]), -1, tensor.shape[-1] // numbers * size)
 
 
-def _blocks_of(file: GgufFile, name: str, bits: int) -> torch.Tensor:
-    shape = file.tensors[name].shape
-    rows = file.tensors[name].nbytes // file.tensors[name].row_bytes
-    step, parts = max(1, _MOST_NUMBERS // shape[-1]), []
-    for first in range(0, rows, step):
-        numbers = torch.empty(min(step, rows - first), shape[-1])
-        file.read(name, numbers, first)
-        parts.append(to_stored(numbers, bits).flatten(1))
-    return torch.cat(parts)
+def _header(file: GgufFile, wanted: dict[str, GgufTensor], kind: str) -> bytes:
+    """All before the tensors, but for the padding: the metadata as the bytes that the file has, and what changes."""
+    from gguf import GGML_QUANT_VERSION, LlamaFileType
+
+    changed = {
+        "general.file_type": int(LlamaFileType[f"MOSTLY_{kind}"]),
+        "general.quantization_version": GGML_QUANT_VERSION,
+    }
+    with naming(file.path, "cannot be read", "get it again"), file.path.open("rb") as source:
+        items = []
+        for key, (begin, end) in file.metadata_places.items():
+            source.seek(begin)
+            items += [] if key in changed else [source.read(end - begin)]
+    items += [_text(key) + struct.pack("<II", _UINT32, value) for key, value in changed.items()]
+    infos, at = [], 0
+    for name, tensor in wanted.items():
+        sizes = tensor.shape[::-1]
+        dims = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        infos.append(_text(name) + dims + struct.pack("<IQ", tensor.type, at))
+        at = padded(at + tensor.nbytes, file.alignment)
+    return b"".join([b"GGUF", struct.pack("<IQQ", _VERSION, len(infos), len(items)), *items, *infos])
 
 
-def _copy_metadata(reader, writer, kind: str) -> None:
-    import gguf
+def _text(text: str) -> bytes:
+    letters = text.encode()
+    return struct.pack("<Q", len(letters)) + letters
 
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+
+def _pad(to: BinaryIO, alignment: int) -> None:
+    """Zeros up to a multiple of alignment, which a file may give as 2^31."""
+    to.seek(to.truncate(padded(to.tell(), alignment)))
+
+
+def _pieces(file: GgufFile, name: str, bits: int | None) -> Iterator[bytes | memoryview]:
+    """The bytes of a tensor, some rows at a time: rounded to so many bits, or as they are."""
+    tensor = file.tensors[name]
+    rows, step = math.prod(tensor.shape[:-1]), max(1, _MOST_NUMBERS // tensor.shape[-1])
+    with (
+        naming(file.path, f"tensor {excerpt(name)} cannot be written in another format", "get the file again"),
+        file.path.open("rb") as source,
+    ):
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            if bits is None:
+                source.seek(tensor.offset + first * tensor.row_bytes)
+                yield source.read(count * tensor.row_bytes)
+            else:
+                numbers = torch.empty(count, tensor.shape[-1])
+                file.read(name, numbers, first)
+                yield memoryview(to_stored(numbers, bits).numpy()).cast("B")
