@@ -153,7 +153,7 @@ class DecodeRange {
  private:
   using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
-  // Whether rows that stream the keys come four by four, without more after them: that is less code, with the same sums.
+  // Whether rows that stream the keys come four by four, without more after them: less code, with the same sums.
   static constexpr bool kFourByFour = std::is_same_v<A, double>;
 
   // With quantised keys one type stands for queries of bf16 and fp16; here the code asks which. Queries of 4 bits have
