@@ -69,7 +69,7 @@ def unit_seconds(folder: Path) -> float:
 def library_of(file: str) -> str:
     """CMakeFiles/attnpack_ops.dir/... -> attnpack_ops; all instruction sets are kernels."""
     name = file.partition("CMakeFiles/")[2].partition(".dir")[0] or "other"
-    return "kernels" if "/isa/" in file else name
+    return "kernels" if "/isa/" in file or "unity_small" in file else name
 
 
 def measure(jobs: int) -> dict:

@@ -287,6 +287,10 @@ void add_named_function(py::module_& m, const char* name, const Names& names, Na
   });
 }
 
+bool has_name(const Names& names, const char* name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
 Arguments::Arguments(const char* function, const Names& positional, const py::args& args, const py::kwargs& kwargs)
     : function_(function), given_(kwargs) {
   TORCH_CHECK_TYPE(args.size() <= positional.size(), "attnpack: ", function_, "() got ", args.size(),

@@ -155,6 +155,9 @@ T read_value(std::string_view shown_name, const py::handle& value, std::string_v
   return std::move(*read);
 }
 
+// Whether `names` has the name. No template: it stands for each option of all modules.
+bool has_name(const Names& names, const char* name);
+
 // The arguments of one call. Each is read once, and finish() refuses those that no read asked for.
 class Arguments {
  public:
@@ -186,7 +189,7 @@ class Arguments {
   template <typename Options>
   void read_options(Options& options, const Names& skipped = {}) {
     Options::for_each_option(options, [&](const char* name, auto& value) {
-      if (std::find(skipped.begin(), skipped.end(), name) == skipped.end()) read(name, value);
+      if (!has_name(skipped, name)) read(name, value);
     });
   }
   // cache: the words that say what cache= takes, for an error about a keyword of another library.
@@ -223,7 +226,7 @@ Options options_of_call(const char* function, const py::args& args, const py::kw
   i = 0;
   Options::for_each_option(options, [&](const char* name, auto& value) {
     if (i++ < sizeof...(Sizes)) return;
-    arguments.read(name, value, std::find(required.begin(), required.end(), name) != required.end());
+    arguments.read(name, value, has_name(required, name));
   });
   arguments.take("device"), arguments.take("dtype");  // every module accepts them
   arguments.finish();

@@ -157,7 +157,7 @@ void bind_compressed(py::module_& m) {
 
 template <typename Impl>
 void bind_latent(py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> cls) {
-  cls.def_property_readonly("softmax_scale", &Impl::softmax_scale);
+  bind_property(cls, "softmax_scale", &Impl::softmax_scale);
   bind_method(cls, "fold", {}, 0, [](Impl& self, Arguments& arguments) {
     arguments.finish();
     return self.fold();

@@ -84,12 +84,14 @@ void bind_block(py::module_& m, const char* name, const char* doc, size_t positi
   cls.def(py::init([name](const py::args& args, const py::kwargs& kwargs) {
             return std::make_shared<Impl>(options_of_call<Options, Attention, FeedForward>(name, args, kwargs));
           }),
-          signature(name, names, 2).c_str())
-      .def_readonly("pre_norm", &Impl::pre_norm)
-      .def_readonly("dropout", &Impl::dropout)
-      .def_readonly("residual_scale", &Impl::residual_scale);
-  if constexpr (requires(Impl impl) { impl.layout; })
-    cls.def_readonly("layout", &Impl::layout).def_readonly("kv_from", &Impl::kv_from);
+          signature(name, names, 2).c_str());
+  bind_property(cls, "pre_norm", &Impl::pre_norm);
+  bind_property(cls, "dropout", &Impl::dropout);
+  bind_property(cls, "residual_scale", &Impl::residual_scale);
+  if constexpr (requires(Impl impl) { impl.layout; }) {
+    bind_property(cls, "layout", &Impl::layout);
+    bind_property(cls, "kv_from", &Impl::kv_from);
+  }
   bind_forward<Inputs>(cls, positional);
 }
 
@@ -103,9 +105,9 @@ void bind_stack(py::module_& m, const char* name, const char* doc, size_t positi
             if (kwargs.contains("norm") && kwargs["norm"].is_none()) kwargs["norm"] = "none";
             return std::make_shared<Impl>(options_of_call<Options, std::vector<Block>>(name, args, kwargs));
           }),
-          signature(name, option_names(Options({})), 1).c_str())
-      .def_readonly("embed_scale", &Impl::embed_scale)
-      .def_readonly("dropout", &Impl::dropout);
+          signature(name, option_names(Options({})), 1).c_str());
+  bind_property(cls, "embed_scale", &Impl::embed_scale);
+  bind_property(cls, "dropout", &Impl::dropout);
   bind_forward<Inputs>(cls, positional);
   if constexpr (requires(Impl impl) { impl.new_cache(); }) {
     bind_method(cls, "new_cache", {}, 0, [](Impl& self, Arguments& arguments) {

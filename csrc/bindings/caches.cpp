@@ -142,12 +142,11 @@ void bind_rules(py::module_& m) {
 
 template <typename T>
 void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
-  cls.def("__len__", [](const std::shared_ptr<T>& self) { return self->len(); })
-      .def("__bool__", [](const T&) { return true; })  // an empty cache is a cache
-      .def_property_readonly("lengths", [](const std::shared_ptr<T>& self) { return self->lengths(); })
-      .def_property_readonly("nbytes", [](const std::shared_ptr<T>& self) { return self->nbytes(); })
-      .def_property_readonly("nbytes_allocated",
-                             [](const std::shared_ptr<T>& self) { return self->nbytes_allocated(); });
+  cls.def("__len__", &T::len);
+  cls.def("__bool__", [](const T&) { return true; });  // an empty cache is a cache
+  bind_property(cls, "lengths", &T::lengths);
+  bind_property(cls, "nbytes", &T::nbytes);
+  bind_property(cls, "nbytes_allocated", &T::nbytes_allocated);
   bind_method(cls, "reset", {}, 0, [](T& self, Arguments& arguments) {
     arguments.finish();
     self.reset();
@@ -198,14 +197,17 @@ void register_caches(py::module_& m) {
   bind_rules(m);
   py::class_<KVCache, std::shared_ptr<KVCache>> base(m, "KVCache");
   bind_common(base);
-  base.def_property_readonly("k", &KVCache::k).def_property_readonly("v", &KVCache::v);
+  base.def("__repr__", [](const py::object& self) {
+    const auto name = py::type::of(self).attr("__name__").cast<std::string>();
+    return describe_cache(name, self.cast<const KVCache&>());
+  });
+  bind_property(base, "k", &KVCache::k);
+  bind_property(base, "v", &KVCache::v);
 
   py::class_<DynamicCache, KVCache, std::shared_ptr<DynamicCache>> dynamic(m, "DynamicCache");
-  dynamic
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        return make_growing<DynamicCache>("DynamicCache", args, kwargs);
-      }))
-      .def("__repr__", [](const DynamicCache& self) { return describe_cache("DynamicCache", self); });
+  dynamic.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return make_growing<DynamicCache>("DynamicCache", args, kwargs);
+  }));
   bind_tensors(dynamic);
 
   py::class_<LatentCache, DynamicCache, std::shared_ptr<LatentCache>> latent(m, "LatentCache");
@@ -213,66 +215,57 @@ void register_caches(py::module_& m) {
       .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
         return make_growing<LatentCache>("LatentCache", args, kwargs);
       }))
-      .def("__repr__", [](const LatentCache& self) { return describe_cache("LatentCache", self); })
-      .def_property_readonly("c", &LatentCache::v)
-      .def_property_readonly("k_rope", &LatentCache::k_rope)
-      .def_property_readonly("kv_lora_rank", &LatentCache::kv_lora_rank)
-      .def_property_readonly("index", &LatentCache::index)
       .def_static(
           "from_tensors",
           [](const at::Tensor& key, const at::Tensor& value, const at::Tensor& lengths, int64_t kv_lora_rank) {
             return std::make_shared<LatentCache>(CacheTensors{key, value, lengths}, kv_lora_rank);
           },
           py::arg("key"), py::arg("value"), py::arg("lengths"), py::arg("kv_lora_rank"));
+  bind_property(latent, "c", &LatentCache::v);
+  bind_property(latent, "k_rope", &LatentCache::k_rope);
+  bind_property(latent, "kv_lora_rank", &LatentCache::kv_lora_rank);
+  bind_property(latent, "index", &LatentCache::index);
 
   py::class_<SparseCache, DynamicCache, std::shared_ptr<SparseCache>> sparse(m, "SparseCache");
-  sparse
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        return make_growing<SparseCache>("SparseCache", args, kwargs);
-      }))
-      .def("__repr__", [](const SparseCache& self) { return describe_cache("SparseCache", self); })
-      .def_property_readonly("index", &SparseCache::index)
-      .def_property_readonly("block", &SparseCache::block);
+  sparse.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return make_growing<SparseCache>("SparseCache", args, kwargs);
+  }));
+  bind_property(sparse, "index", &SparseCache::index);
+  bind_property(sparse, "block", &SparseCache::block);
 
   py::class_<SlidingWindowCache, KVCache, std::shared_ptr<SlidingWindowCache>> sliding(m, "SlidingWindowCache");
-  sliding
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        Arguments arguments("SlidingWindowCache", {"window"}, args, kwargs);
-        SlidingWindowCacheOptions options(read_window(arguments.require<py::object>("window")));
-        int64_t keep_first = 0;
-        arguments.read("keep_first", keep_first);
-        arguments.finish();
-        return std::make_shared<SlidingWindowCache>(options.keep_first(keep_first));
-      }))
-      .def("__repr__", [](const SlidingWindowCache& self) { return describe_cache("SlidingWindowCache", self); })
-      .def_property_readonly("window", [](const SlidingWindowCache& self) { return py::make_tuple(self.window(), 0); })
-      .def_property_readonly("keep_first", &SlidingWindowCache::keep_first)
-      .def_property_readonly("dropped", &SlidingWindowCache::dropped);
+  sliding.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    Arguments arguments("SlidingWindowCache", {"window"}, args, kwargs);
+    SlidingWindowCacheOptions options(read_window(arguments.require<py::object>("window")));
+    int64_t keep_first = 0;
+    arguments.read("keep_first", keep_first);
+    arguments.finish();
+    return std::make_shared<SlidingWindowCache>(options.keep_first(keep_first));
+  }));
+  bind_property(sliding, "window", [](const SlidingWindowCache& self) { return py::make_tuple(self.window(), 0); });
+  bind_property(sliding, "keep_first", &SlidingWindowCache::keep_first);
+  bind_property(sliding, "dropped", &SlidingWindowCache::dropped);
 
   py::class_<QuantizedCache, KVCache, std::shared_ptr<QuantizedCache>> quantized(m, "QuantizedCache");
-  quantized
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        return std::make_shared<QuantizedCache>(
-            options_of_call<QuantizedCacheOptions, int64_t>("QuantizedCache", args, kwargs));
-      }))
-      .def("__repr__", [](const QuantizedCache& self) { return describe_cache("QuantizedCache", self); })
-      .def_property_readonly("bits", &QuantizedCache::bits)
-      .def_property_readonly("exact_first", &QuantizedCache::exact_first)
-      .def_property_readonly("exact_last", &QuantizedCache::exact_last)
-      .def_property_readonly("kv_lora_rank", &QuantizedCache::kv_lora_rank);
+  quantized.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return std::make_shared<QuantizedCache>(
+        options_of_call<QuantizedCacheOptions, int64_t>("QuantizedCache", args, kwargs));
+  }));
+  bind_property(quantized, "bits", &QuantizedCache::bits);
+  bind_property(quantized, "exact_first", &QuantizedCache::exact_first);
+  bind_property(quantized, "exact_last", &QuantizedCache::exact_last);
+  bind_property(quantized, "kv_lora_rank", &QuantizedCache::kv_lora_rank);
   py::class_<PagedCache, KVCache, std::shared_ptr<PagedCache>> paged(m, "PagedCache");
-  paged
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        return std::make_shared<PagedCache>(
-            options_of_call<PagedCacheOptions, int64_t, int64_t, int64_t, int64_t>("PagedCache", args, kwargs));
-      }))
-      .def("__repr__", [](const PagedCache& self) { return describe_cache("PagedCache", self); })
-      .def_property_readonly("block_table", &PagedCache::block_table)
-      .def_property_readonly("k_pool", &PagedCache::k_pool)
-      .def_property_readonly("v_pool", &PagedCache::v_pool)
-      .def_property_readonly("page_size", &PagedCache::page_size)
-      .def_property_readonly("num_pages", &PagedCache::num_pages)
-      .def_property_readonly("free_pages", &PagedCache::free_pages);
+  paged.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return std::make_shared<PagedCache>(
+        options_of_call<PagedCacheOptions, int64_t, int64_t, int64_t, int64_t>("PagedCache", args, kwargs));
+  }));
+  bind_property(paged, "block_table", &PagedCache::block_table);
+  bind_property(paged, "k_pool", &PagedCache::k_pool);
+  bind_property(paged, "v_pool", &PagedCache::v_pool);
+  bind_property(paged, "page_size", &PagedCache::page_size);
+  bind_property(paged, "num_pages", &PagedCache::num_pages);
+  bind_property(paged, "free_pages", &PagedCache::free_pages);
   bind_method(paged, "fork", {"index"}, 1, [](PagedCache& self, Arguments& arguments) {
     const auto index = arguments.require<py::object>("index");
     arguments.finish();
@@ -285,37 +278,31 @@ void register_caches(py::module_& m) {
   });
 
   py::class_<CrossCache, KVCache, std::shared_ptr<CrossCache>> cross(m, "CrossCache");
-  cross
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        return make_growing<CrossCache>("CrossCache", args, kwargs);
-      }))
-      .def("__repr__", [](const CrossCache& self) { return describe_cache("CrossCache", self); })
-      .def_property_readonly("filled", &CrossCache::filled);
+  cross.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return make_growing<CrossCache>("CrossCache", args, kwargs);
+  }));
+  bind_property(cross, "filled", &CrossCache::filled);
 
   py::class_<RecurrentCache, KVCache, std::shared_ptr<RecurrentCache>> recurrent(m, "RecurrentCache");
-  recurrent
-      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
-        return make_growing<RecurrentCache>("RecurrentCache", args, kwargs);
-      }))
-      .def("__repr__", [](const RecurrentCache& self) { return describe_cache("RecurrentCache", self); })
-      .def_property_readonly("conv_state", &RecurrentCache::conv_state)
-      .def_property_readonly("state", &RecurrentCache::state_matrix);
+  recurrent.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return make_growing<RecurrentCache>("RecurrentCache", args, kwargs);
+  }));
+  bind_property(recurrent, "conv_state", &RecurrentCache::conv_state);
+  bind_property(recurrent, "state", &RecurrentCache::state_matrix);
 
   py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
   fixed.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
     return std::make_shared<StaticCache>(
         options_of_call<StaticCacheOptions, int64_t, int64_t, int64_t, int64_t>("StaticCache", args, kwargs));
   }));
-  fixed.def("__repr__", [](const StaticCache& self) { return describe_cache("StaticCache", self); });
   bind_tensors(fixed);
 
   py::class_<ModelCache, std::shared_ptr<ModelCache>> model(m, "ModelCache");
-  model.def(py::init(&make_model_cache))
-      .def_property_readonly("layers", &ModelCache::layers)
-      .def("__repr__", [](const ModelCache& self) {
-        const auto first = py::repr(py::cast(self.layers().front())).cast<std::string>();
-        return c10::str("ModelCache(", self.layers().size(), " layers, bytes=", self.nbytes(), ", first: ", first, ")");
-      });
+  model.def(py::init(&make_model_cache)).def("__repr__", [](const ModelCache& self) {
+    const auto first = py::repr(py::cast(self.layers().front())).cast<std::string>();
+    return c10::str("ModelCache(", self.layers().size(), " layers, bytes=", self.nbytes(), ", first: ", first, ")");
+  });
+  bind_property(model, "layers", &ModelCache::layers);
   bind_common(model);
 }
 

@@ -76,6 +76,11 @@ void add_module_method(const py::object& cls, const char* name, const Names& nam
 
 }  // namespace
 
+void add_property(const py::object& cls, const char* name, Getter get) {
+  const py::handle property(reinterpret_cast<PyObject*>(&PyProperty_Type));
+  cls.attr(name) = property(py::cpp_function([get = std::move(get)](const py::object& self) { return get(self); }));
+}
+
 void add_method(const py::object& cls, const char* name, const Names& names, size_t positional, Method method) {
   const Names places(names.begin(), names.begin() + positional);
   add_call(cls, name, signature(name, names, positional),

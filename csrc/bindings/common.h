@@ -45,6 +45,19 @@ void bind_method(Class& cls, const char* name, const Names& names, size_t positi
   });
 }
 
+// All properties are added by this one function, for the same reason. They cannot be set.
+using Getter = std::function<py::object(const py::object& self)>;
+void add_property(const py::object& cls, const char* name, Getter get);
+
+// Binds a member, a member function or a function of the object.
+template <typename Class, typename Get>
+void bind_property(Class& cls, const char* name, const Get& get) {
+  add_property(cls, name, [get](const py::object& self) {
+    const auto object = self_of<typename Class::type>(self);
+    return object_of([&] { return std::invoke(get, *object); });
+  });
+}
+
 // Adds the methods that all modules have: named_parameters, state_dict, load_state_dict, clone, to ... torch's own
 // binding of torch::nn::Module gives the others.
 void add_module_methods(const py::object& cls);

@@ -4,10 +4,14 @@
 
 #include <attnpack/convert/detail/joined_rope.h>
 #include <attnpack/convert/detail/latent.h>
+#include <attnpack/convert/detail/model_checks.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/state_dict.h>
 
 #include <cmath>
+#include <map>
+#include <string_view>
+#include <typeinfo>
 
 namespace attnpack::convert {
 
@@ -17,15 +21,27 @@ AttentionWeights weights_of(const Linear& q, const Linear& k, const Linear& v, c
   return {q->weight, k->weight, v->weight, o->weight, q->bias, k->bias, v->bias};
 }
 
+// The options of a layer by name, whatever their types.
+struct AnyOption {
+  const std::type_info* type;
+  const void* value;
+};
+using AnyOptions = std::map<std::string_view, AnyOption>;
+template <typename Options>
+AnyOptions any_options(const Options& options) {
+  AnyOptions all;
+  Options::for_each_option(options, [&](const char* name, const auto& value) { all[name] = {&typeid(value), &value}; });
+  return all;
+}
+
 // target with the options of source that it has too, but for the head counts and the head map.
-template <typename Target, typename Source>
-Target carry_options(Target target, const Source& source) {
-  Target::for_each_option(target, [&](const std::string& name, auto& value) {
+template <typename Target>
+Target carry_options(Target target, const AnyOptions& source) {
+  Target::for_each_option(target, [&](const std::string_view name, auto& value) {
     if (name == "num_heads" || name == "num_kv_heads" || name == "head_map") return;
-    Source::for_each_option(source, [&](const std::string& other, const auto& option) {
-      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::decay_t<decltype(option)>>)
-        if (name == other) value = option;
-    });
+    const auto found = source.find(name);
+    if (found == source.end() || *found->second.type != typeid(value)) return;
+    value = *static_cast<const std::decay_t<decltype(value)>*>(found->second.value);
   });
   target.factory().device = at::kMeta;  // replaced below
   return target;
@@ -121,8 +137,8 @@ GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>& module, int64_
                              const ToGqaOptions& options) {
   const auto merged = merge_module(*module, num_kv_heads, options);
   const auto& source = module->options;
-  auto target =
-      carry_options(GroupedQueryAttentionOptions(source.embed_dim(), source.num_heads(), num_kv_heads), source);
+  auto target = carry_options(GroupedQueryAttentionOptions(source.embed_dim(), source.num_heads(), num_kv_heads),
+                              any_options(source));
   if (!consecutive(merged.head_map, num_kv_heads)) target.head_map(merged.head_map);
   return rebuild(GroupedQueryAttention(target), *module, merged.weights);
 }
@@ -131,9 +147,9 @@ template <typename Impl>
 MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const ToGqaOptions& options) {
   const auto merged = merge_module(*module, 1, options);
   const auto& source = module->options;
-  return rebuild(
-      MultiQueryAttention(carry_options(MultiQueryAttentionOptions(source.embed_dim(), source.num_heads()), source)),
-      *module, merged.weights);
+  return rebuild(MultiQueryAttention(carry_options(MultiQueryAttentionOptions(source.embed_dim(), source.num_heads()),
+                                                   any_options(source))),
+                 *module, merged.weights);
 }
 
 template <typename Impl>
@@ -159,15 +175,16 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
   const auto head_dim = *source.head_dim(), rotated = weights.kv_a.size(0) - kv_lora_rank;
   const auto out_bias = module->o_proj->bias;
   const bool bias = weights.q_bias.defined() || weights.kv_a_bias.defined() || out_bias.defined();
-  auto target = carry_options(MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads()), source)
-                    .kv_lora_rank(kv_lora_rank)
-                    .qk_nope_head_dim(head_dim)
-                    .qk_rope_head_dim(rotated)
-                    .v_head_dim(head_dim)
-                    .latent_norm(false)
-                    .bias(bias)
-                    .scale(source.scale().value_or(1.0 / std::sqrt(static_cast<double>(head_dim))) /
-                           (rope ? rope->softmax_factor : 1.0));
+  auto target =
+      carry_options(MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads()), any_options(source))
+          .kv_lora_rank(kv_lora_rank)
+          .qk_nope_head_dim(head_dim)
+          .qk_rope_head_dim(rotated)
+          .v_head_dim(head_dim)
+          .latent_norm(false)
+          .bias(bias)
+          .scale(source.scale().value_or(1.0 / std::sqrt(static_cast<double>(head_dim))) /
+                 (rope ? rope->softmax_factor : 1.0));
   if (weights.q_bias.defined()) target.q_lora_rank(weights.q.size(0));
   if (options.rope_dim()) {
     auto joined = module->rope->options;

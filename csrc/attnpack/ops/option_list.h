@@ -2,10 +2,6 @@
 
 #include <torch/csrc/api/include/torch/arg.h>
 
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <iterator>
 #include <type_traits>
 #include <utility>
 
@@ -13,31 +9,38 @@ namespace attnpack {
 
 namespace detail {
 
+inline constexpr int kMostOptionLines = 400;
+
+// A line of a header. It converts to all lines before it, best to the nearest. So a call with it finds the last option
+// on it or before it.
+template <int line>
+struct LineUpTo : LineUpTo<line - 1> {
+  static constexpr int kLine = line;
+};
+template <>
+struct LineUpTo<0> {};
+
 template <int line>
 using OptionLine = std::integral_constant<int, line>;
 
-inline constexpr int kMostOptionLines = 400;
-
 template <typename Options, int line>
-concept OptionAt = requires(const Options& options) { Options::visit_option(OptionLine<line>(), options, 0); };
+concept HasOptionUpTo = requires { Options::last_option(LineUpTo<line>()); };
 
-// The lines of a header on which Options declares an option.
-template <typename Options>
+// The lines of a header on which Options declares an option, up to `line` and in their order, then `found`.
+template <typename Options, int line, int... found>
 consteval auto option_lines() {
-  return []<int... line>(std::integer_sequence<int, line...>) {
-    constexpr bool found[] = {OptionAt<Options, line>...};
-    std::array<int, std::count(std::begin(found), std::end(found), true)> lines{};
-    size_t next = 0;
-    for (int i = 0; i < kMostOptionLines; ++i)
-      if (found[i]) lines[next++] = i;
-    return lines;
-  }(std::make_integer_sequence<int, kMostOptionLines>());
+  if constexpr (HasOptionUpTo<Options, line>) {
+    constexpr int last = decltype(Options::last_option(LineUpTo<line>()))::kLine;
+    return option_lines<Options, last - 1, last, found...>();
+  } else {
+    return std::integer_sequence<int, found...>();
+  }
 }
 
 }  // namespace detail
 
 // The base of a struct of options. An option is declared once, by ATTNPACK_OPTION: torch's TORCH_ARG, which also leaves
-// a function that only the number of its line tells from the others. So the list of options follows from the lines.
+// functions that only the number of its line tells from the others. So the list of options follows from the lines.
 //
 //   struct NormOptions : OptionList<NormOptions> {
 //     ATTNPACK_OPTION(double, eps) = 1e-6;
@@ -47,10 +50,9 @@ struct OptionList {
   // Calls visit(name, value) with each option, in their order.
   template <typename Self, typename Visit>
   static void for_each_option(Self& self, const Visit& visit) {
-    static constexpr auto kLines = detail::option_lines<Options>();
-    [&]<size_t... i>(std::index_sequence<i...>) {
-      (Options::visit_option(detail::OptionLine<kLines[i]>(), self, visit), ...);
-    }(std::make_index_sequence<kLines.size()>());
+    [&]<int... line>(std::integer_sequence<int, line...>) {
+      (Options::visit_option(detail::OptionLine<line>(), self, visit), ...);
+    }(detail::option_lines<Options, detail::kMostOptionLines>());
   }
 };
 
@@ -65,6 +67,9 @@ struct OptionList {
     static_assert(__LINE__ < ::attnpack::detail::kMostOptionLines, "raise kMostOptionLines");          \
     visit(#name, self.name##_);                                                                        \
   }                                                                                                    \
+  template <typename = void>                                                                           \
+    requires(condition)                                                                                \
+  static ::attnpack::detail::LineUpTo<__LINE__> last_option(::attnpack::detail::LineUpTo<__LINE__>);   \
   TORCH_ARG(T, name)
 
 }  // namespace attnpack

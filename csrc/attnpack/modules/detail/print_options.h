@@ -3,7 +3,6 @@
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <ostream>
@@ -20,17 +19,15 @@ using OptionTexts = std::vector<std::pair<std::string, std::string>>;
 template <typename Options>
 OptionTexts option_texts(const Options& options);
 std::string join_options(const OptionTexts& options);
+OptionTexts changed_options(OptionTexts options, const OptionTexts& usual);
 
 // An option as pretty_print shows it; none for a switch that is off, a factor of 0, and a part that is a child module.
-inline std::optional<std::string> option_text(bool on) { return on ? std::make_optional("true") : std::nullopt; }
-inline std::optional<std::string> option_text(int64_t size) { return std::to_string(size); }
-inline std::optional<std::string> option_text(const std::string& word) { return word; }
-inline std::optional<std::string> option_text(double number) {
-  return number == 0 ? std::nullopt : std::make_optional((std::ostringstream() << number).str());
-}
-inline std::optional<std::string> option_text(const std::array<int64_t, 2>& window) {
-  return c10::str("(", window[0], ", ", window[1], ")");
-}
+std::optional<std::string> option_text(bool on);
+std::optional<std::string> option_text(int64_t size);
+std::optional<std::string> option_text(const std::string& word);
+std::optional<std::string> option_text(double number);
+std::optional<std::string> option_text(const std::array<int64_t, 2>& window);
+std::optional<std::string> option_text(const QkNorm& norm);
 template <typename T>
 std::optional<std::string> option_text(const std::vector<T>& list) {
   std::string text;
@@ -47,46 +44,32 @@ std::optional<std::string> option_text(const std::optional<T>& value) {
 template <typename T>
 std::optional<std::string> option_text(const T& value) {
   if constexpr (requires { T::for_each_option(value, [](const char*, const auto&) {}); }) {
-    auto texts = option_texts(value);
     OptionTexts usual;
     if constexpr (std::is_default_constructible_v<T>) usual = option_texts(T());
-    std::erase_if(texts, [&](const auto& text) { return std::find(usual.begin(), usual.end(), text) != usual.end(); });
-    return c10::str("{", join_options(texts), "}");
+    return "{" + join_options(changed_options(option_texts(value), usual)) + "}";
   }
   return std::nullopt;
 }
 
-inline std::optional<std::string> option_text(const QkNorm& norm) {
-  if (!norm) return std::nullopt;
-  auto texts = option_texts(norm);
-  const auto usual = option_texts(QkNorm(true));
-  std::erase_if(texts, [&](const auto& text) { return std::find(usual.begin(), usual.end(), text) != usual.end(); });
-  return texts.empty() ? option_text(true) : std::make_optional(c10::str("{", join_options(texts), "}"));
-}
+// Adds what is shown of an option: nothing for none.
+void add_option_text(OptionTexts& texts, const char* name, std::optional<std::string> text);
+// own_keys is on by default, so it is shown where it is off.
+void add_switch_text(OptionTexts& texts, const char* name, bool on);
+void remove_option_text(OptionTexts& texts, const char* name);
 
 template <typename Options>
 OptionTexts option_texts(const Options& options) {
   OptionTexts texts;
   Options::for_each_option(options, [&](const char* name, const auto& value) {
-    if constexpr (requires { options.gate(); }) {
-      if (!options.gate() && std::string(name) == "gate_activation") return;
-    }
-    if constexpr (requires { options.own_keys(); }) {  // on by default
-      if (std::string(name) == "own_keys") {
-        if (!options.own_keys()) texts.emplace_back(name, "false");
-        return;
-      }
-    }
-    if (auto text = option_text(value)) texts.emplace_back(name, std::move(*text));
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, bool>)
+      add_switch_text(texts, name, value);
+    else
+      add_option_text(texts, name, option_text(value));
   });
+  if constexpr (requires { options.gate(); }) {
+    if (!options.gate()) remove_option_text(texts, "gate_activation");
+  }
   return texts;
-}
-
-// embed_dim=8, num_heads=2, causal=true
-inline std::string join_options(const OptionTexts& options) {
-  std::string joined;
-  for (const auto& [name, text] : options) joined += (joined.empty() ? "" : ", ") + name + "=" + text;
-  return joined;
 }
 
 // For pretty_print: the name of the module and its options, then `remark`.

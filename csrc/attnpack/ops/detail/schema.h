@@ -90,6 +90,18 @@ constexpr size_t kWidth = [] {
     return size_t{1};
 }();
 
+// Flat argument `index` as the member of an argument.
+struct MemberPlace {
+  size_t argument, member;
+};
+template <class... Argument>
+constexpr MemberPlace member_place(size_t index) {
+  constexpr size_t widths[] = {kWidth<Argument>...};
+  size_t argument = 0;
+  for (; index >= widths[argument]; ++argument) index -= widths[argument];
+  return {argument, index};
+}
+
 // The argument of type T that begins at element `Begin` of the flat ones.
 template <class T, size_t Begin, class Tuple>
 decltype(auto) take_argument(const Tuple& flat) {
@@ -113,51 +125,58 @@ auto flat_argument(const T& argument) {
     return std::tie(argument);
 }
 
-// Raises for an undefined tensor. The dispatcher itself would raise without the argument's name, or give kernels a
-// tensor without a shape.
+// Raise for an undefined tensor in argument `index`. The dispatcher itself would raise without the argument's name, or
+// give kernels a tensor without a shape.
+[[gnu::cold]] void refuse_undefined(const c10::OperatorHandle& op, size_t index);
+[[gnu::cold]] void refuse_undefined(const c10::OperatorHandle& op, size_t index, size_t element);
+
 template <class T>
 void check_flat_argument(const c10::OperatorHandle& op, size_t index, const T& argument) {
-  const auto name = [&] { return op.schema().arguments()[index].name(); };
   if constexpr (std::is_same_v<T, at::Tensor>) {
     if (!argument.defined()) [[unlikely]]
-      check_defined(name().c_str(), argument);
+      refuse_undefined(op, index);
   } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
     if (argument && !argument->defined()) [[unlikely]]
-      check_defined(name().c_str(), *argument);
+      refuse_undefined(op, index);
   } else if constexpr (std::is_same_v<T, at::TensorList>) {
     for (size_t i = 0; i < argument.size(); ++i) {
       if (!argument[i].defined()) [[unlikely]]
-        check_defined((name() + "[" + std::to_string(i) + "]").c_str(), argument[i]);
+        refuse_undefined(op, index, i);
     }
   }
 }
 
-template <auto Function, class Result, class Arguments, class Flat>
-struct FlatCall;
-template <auto Function, class Result, class... Argument, class... F>
-struct FlatCall<Function, Result, Types<Argument...>, Types<F...>> {
-  static Result call_function(F... flat) {
+// A function over structs as a functor over flat arguments. Its type is that of the signature, not of the function: the
+// functions that serve an op for several dispatch keys share what torch makes of it, which takes the compiler long.
+template <class Result, class Arguments, class Flat>
+class FlatFunction;
+template <class Result, class... Argument, class... F>
+class FlatFunction<Result, Types<Argument...>, Types<F...>> {
+ public:
+  explicit constexpr FlatFunction(Result (*function)(Argument...)) : function_(function) {}
+  Result operator()(F... flat) const {
     return call_with_structs(std::tie(flat...), std::index_sequence_for<Argument...>());
   }
 
  private:
   template <class Tuple, size_t... I>
-  static Result call_with_structs(const Tuple& flat, std::index_sequence<I...>) {
+  Result call_with_structs(const Tuple& flat, std::index_sequence<I...>) const {
     constexpr auto begin = [](size_t argument) {
       constexpr size_t widths[] = {kWidth<Argument>...};
       size_t sum = 0;
       for (size_t i = 0; i < argument; ++i) sum += widths[i];
       return sum;
     };
-    return Function(take_argument<Argument, begin(I)>(flat)...);
+    return function_(take_argument<Argument, begin(I)>(flat)...);
   }
+
+  Result (*function_)(Argument...);
 };
 
-template <auto Function, class Signature>
-struct FlatFunction;
-template <auto Function, class Result, class... Argument>
-struct FlatFunction<Function, Result (*)(Argument...)>
-    : FlatCall<Function, Result, Types<Argument...>, FlatList<Argument...>> {};
+template <class Result, class... Argument>
+constexpr auto flat_function(Result (*function)(Argument...)) {
+  return FlatFunction<Result, Types<Argument...>, FlatList<Argument...>>(function);
+}
 
 template <class Result, class List>
 struct FlatSignature;
@@ -170,7 +189,7 @@ struct FlatSignature<Result, Types<F...>> {
 
 // A function over structs as the dispatcher calls it: m.impl("op", from_schema<function>).
 template <auto Function>
-constexpr auto from_schema = &detail::FlatFunction<Function, decltype(Function)>::call_function;
+constexpr auto from_schema = detail::flat_function(Function);
 
 // An op of ours by its name, called through the dispatcher with structs. It raises for an undefined tensor, and names
 // the argument. Make it static, because the constructor looks
@@ -184,17 +203,24 @@ class DispatchedOp<Result(Argument...)> {
       : op_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
 
   Result operator()(const Argument&... arguments) const {
-    return std::apply(
-        [this](const auto&... flat) {
-          size_t index = 0;
-          (detail::check_flat_argument(op_, index++, flat), ...);
-          return op_.call(detail::to_flat(flat)...);
-        },
-        std::tuple_cat(detail::flat_argument(arguments)...));
+    return call(std::make_tuple(detail::flat_argument(arguments)...),
+                std::make_index_sequence<(detail::kWidth<Argument> + ...)>());
   }
 
  private:
   using Signature = typename detail::FlatSignature<Result, detail::FlatList<Argument...>>::type;
+
+  template <class Tuples, size_t... I>
+  Result call(const Tuples& arguments, std::index_sequence<I...>) const {
+    (detail::check_flat_argument(op_, I, flat<I>(arguments)), ...);
+    return op_.call(detail::to_flat(flat<I>(arguments))...);
+  }
+  template <size_t I, class Tuples>
+  static const auto& flat(const Tuples& arguments) {
+    constexpr auto place = detail::member_place<Argument...>(I);
+    return std::get<place.member>(std::get<place.argument>(arguments));
+  }
+
   c10::TypedOperatorHandle<Signature> op_;
 };
 

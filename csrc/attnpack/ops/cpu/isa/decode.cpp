@@ -153,6 +153,8 @@ class DecodeRange {
  private:
   using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
+  // Whether rows that stream the keys come four by four, without more after them: less code, with the same sums.
+  static constexpr bool kFourByFour = std::is_same_v<A, double>;
 
   // With quantised keys one type stands for queries of bf16 and fp16; here the code asks which. Queries of 4 bits have
   // been rotated: they are floats, whatever their dtype was.
@@ -244,6 +246,10 @@ class DecodeRange {
       if (!streams_) return multiply_block<Skip>(k, v, begin, count);
     if constexpr (Skip)
       for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, 0, k, v, begin, count);
+    else if constexpr (kFourByFour)
+      for (int64_t r = 0; r < tile_.count; r += kRowsAtOnce)
+        with_rows(smaller(tile_.count - r, kRowsAtOnce),
+                  [&](auto rows) { stream_block<rows, false>(r, 0, k, v, begin, count); });
     else
       with_rows(smaller(tile_.count, kRowsAtOnce),
                 [&](auto rows) { stream_block<rows, false>(0, tile_.count - rows, k, v, begin, count); });
@@ -268,12 +274,13 @@ class DecodeRange {
   void multiply(int64_t first, int64_t more, const Rows& k, int64_t done, int64_t count) {
     const E* const query = w_.query + first * w_.query_ld;
     A* const scores = w_.scores + first * kStreamBlock + done;
-    if constexpr (Bits != 0)
+    if constexpr (Bits != 0) {
       dot_products<Count>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
-    else if (more)
-      multiply_in_turn(k, scores, count);
-    else
+    } else {
+      if constexpr (Count == kRowsAtOnce && !kFourByFour)  // fewer rows have no more after them
+        if (more) return multiply_in_turn(k, scores, count);
       dot_products<Operands, Count, kKeys<Rows>>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
+    }
   }
 
   // The scores of all rows of the tile. The first rows bring the keys into L1.

@@ -14,10 +14,20 @@ template <class A, class S>
 inline Vec<A> load_some(const S* p, int64_t count) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<S, float>) return load_first(p, count);
+  if constexpr (sizeof(S) == 2) return widen(load_first_halves(p, count), S{});
 #endif
-  Vec<A> v{};
-  for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
-  return v;
+  if constexpr (sizeof(S) < sizeof(A)) {
+    S some[kLanes<A>] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      asm("" : "+r"(i));  // else the compiler vectorises the loop, which is longer than it
+      some[i] = p[i];
+    }
+    return load<A>(static_cast<const S*>(some));
+  } else {
+    Vec<A> v{};
+    for (int64_t i = 0; i < count; ++i) v[i] = p[i];
+    return v;
+  }
 }
 
 // Operands whose elements are numbers, widened to the accumulation type.

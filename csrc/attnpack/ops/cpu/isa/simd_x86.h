@@ -22,6 +22,9 @@ inline FloatVector at_least(FloatVector x, float least) {
 inline FloatVector load_first(const float* p, int64_t count) {
   return (FloatVector)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
 }
+inline HalfBits load_first_halves(const void* p, int64_t count) {
+  return (HalfBits)_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), p);
+}
 // One bool per lane: x where it is true, else other.
 inline FloatVector where(const bool* m, FloatVector x, FloatVector other) {
   const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(m)));

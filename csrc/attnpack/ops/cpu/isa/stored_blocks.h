@@ -96,12 +96,13 @@ constexpr int kScaled = kFormat == StoredFormat::kQ6_K ? 16 : 32;
 template <StoredFormat kFormat>
 constexpr int kTogether = kLayout<kFormat>.numbers == 32 ? 4 : 1;
 
-// f(block, how many blocks) for the blocks 0 .. count - 1.
-template <StoredFormat kFormat, int kStep = kTogether<kFormat>, class F>
+// f(block, how many blocks) for the blocks 0 .. count - 1, of which kStep go together. Without kRest, count is a
+// multiple of that.
+template <StoredFormat kFormat, int kStep = kTogether<kFormat>, bool kRest = true, class F>
 [[gnu::always_inline]] inline void for_blocks(int64_t count, F&& f) {
   int64_t block = 0;
   for (; block + kStep <= count; block += kStep) f(block, Index<kStep>());
-  if constexpr (kStep > 1)
+  if constexpr (kRest && kStep > 1)
     for (; block < count; ++block) f(block, Index<1>());
 }
 

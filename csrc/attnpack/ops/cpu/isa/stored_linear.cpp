@@ -86,12 +86,20 @@ struct Panel {
         kept_sums(arena.take<float>(rows * kOutputs)) {}
 };
 
-// sum + the numbers of a vector of outputs for an input that was kept, times that input.
+// What of a format the products with a panel depend on: fewer than the formats.
+struct PanelCodes {
+  int scaled;  // numbers that share a scale
+  bool is_signed;
+};
 template <StoredFormat kFormat>
+constexpr PanelCodes kPanelCodes{kScaled<kFormat>, kSigned<kFormat>};
+
+// sum + the numbers of a vector of outputs for an input that was kept, times that input.
+template <bool kIsSigned>
 [[gnu::always_inline]] inline Floats add_kept(Floats sum, Bytes codes, Floats scale, Floats offset,
                                               const RoundedBlock& block) {
   const int byte = block.kept_at % 4;
-  if (kSigned<kFormat>) {
+  if (kIsSigned) {
     const Floats code = to_floats(Bytes(Words(Bits(codes) << (24 - 8 * byte)) >> 24));
     return multiply_add(scale * code, all_of(block.kept), sum);
   }
@@ -174,7 +182,7 @@ struct RowProducts {
         const RoundedBlock& block = x[i * kRows + r];
         if (block.kept_at < 0) continue;
         const int64_t at = i * kRoundedBlock + block.kept_at % kRoundedBlock, part = at / kScaled<kFormat>;
-        total[r] = add_kept<kFormat>(total[r], all[at / 4], scale[part], offset[part], block);
+        total[r] = add_kept<kSigned<kFormat>>(total[r], all[at / 4], scale[part], offset[part], block);
       }
     }
   }
@@ -184,6 +192,9 @@ struct RowProducts {
 template <StoredFormat kFormat, int kRows>
 constexpr int kFewTogether = kRows > 2 && kTogether<kFormat> > 2 ? 2 : kTogether<kFormat>;
 
+// Most rows for which a row of the weight may end with blocks that do not come together.
+constexpr int kRowsWithRest = 2;
+
 // sums[r, o] = the products of kOutputs rows of the weight with few rows of the input: a panel would cost more.
 template <StoredFormat kFormat, int kRows>
 [[gnu::noinline]] void multiply_few_rows(const uint8_t* p, int64_t row_bytes, const RoundedBlock* x, int64_t inputs,
@@ -192,7 +203,7 @@ template <StoredFormat kFormat, int kRows>
   for (int64_t v = 0; v < kVectors; ++v) {
     Floats total[kRows] = {}, of_kept[kRows] = {};
     const uint8_t* const first = p + v * kLanes<float> * row_bytes;
-    for_blocks<kFormat, kFewTogether<kFormat, kRows>>(
+    for_blocks<kFormat, kFewTogether<kFormat, kRows>, (kRows <= kRowsWithRest)>(
         inputs / kNumbers, [&](int64_t block, auto count) ATTNPACK_INLINED {
           ahead.fetch();
           RowProducts<kFormat, count, kRows> products;
@@ -206,10 +217,10 @@ template <StoredFormat kFormat, int kRows>
 }
 
 // sums[r, o] (+)= the products of a panel with some rows. Each sum takes its terms in one order, whatever Rows is.
-template <StoredFormat kFormat, int Rows>
+template <PanelCodes kCodes, int Rows>
 [[gnu::noinline]] void multiply_panel(const Panel& panel, const RoundedBlock* x, int64_t blocks, bool further,
                                       float* sums) {
-  constexpr int kParts = 32 / kScaled<kFormat>, kGroups = kScaled<kFormat> / 4, kChains = Rows == 1 ? 2 : 1;
+  constexpr int kParts = 32 / kCodes.scaled, kGroups = kCodes.scaled / 4, kChains = Rows == 1 ? 2 : 1;
   Floats total[Rows][kVectors];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r)
@@ -241,7 +252,7 @@ template <StoredFormat kFormat, int Rows>
 #pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v) {
             Bytes& to = sum[g % kChains][r][v];
-            to = kSigned<kFormat> ? add_signed_products(to, code[v], of_x) : add_products(to, code[v], of_x);
+            to = kCodes.is_signed ? add_signed_products(to, code[v], of_x) : add_products(to, code[v], of_x);
           }
         }
       }
@@ -254,7 +265,7 @@ template <StoredFormat kFormat, int Rows>
           const Bytes whole = kChains == 1 ? sum[0][r][v] : add(sum[0][r][v], sum[kChains - 1][r][v]);
           const Floats scale = load_floats(scales + v * kLanes<float>);
           total[r][v] = multiply_add(to_floats(whole), scale * scale_of_x, total[r][v]);
-          if (!kSigned<kFormat>)
+          if (!kCodes.is_signed)
             total[r][v] = multiply_add(load_floats(offsets + v * kLanes<float>), sum_of_x, total[r][v]);
         }
       }
@@ -268,27 +279,27 @@ template <StoredFormat kFormat, int Rows>
     for (int v = 0; v < kVectors; ++v) store_floats(sums + r * kOutputs + v * kLanes<float>, total[r][v]);
 }
 
-template <StoredFormat kFormat>
+template <PanelCodes kCodes>
 void multiply_rows(const Panel& panel, const RoundedBlock* x, int64_t rows, int64_t blocks, bool further, float* sums) {
-  with_rows<kRowsTogether>(rows, [&](auto count) { multiply_panel<kFormat, count>(panel, x, blocks, further, sums); });
+  with_rows<kRowsTogether>(rows, [&](auto count) { multiply_panel<kCodes, count>(panel, x, blocks, further, sums); });
 }
 
 // sums[r, o] += the products of a panel with the numbers of some rows that were kept. One loop for all rows, because
 // each end of a loop of few rounds costs as much as some rounds.
-template <StoredFormat kFormat>
+template <PanelCodes kCodes>
 [[gnu::noinline]] void multiply_kept(const Panel& panel, const RoundedBlock* x, int64_t count, float* sums) {
   for (int64_t first = 0; first < count; first += kMarks)
     for (uint32_t left = x[first / kMarks].marks; left != 0; left &= left - 1) {
       const RoundedBlock& block = x[first + __builtin_ctz(left)];
-      const int64_t part = block.kept_at / kScaled<kFormat>;
+      const int64_t part = block.kept_at / kCodes.scaled;
       float* const to = sums + block.row * kOutputs;
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = part * kOutputs + v * kLanes<float>;
         const Bytes codes = load_bytes(panel.codes + (block.kept_at / 4 * kVectors + v) * kVectorBytes);
-        store_floats(to + v * kLanes<float>,
-                     add_kept<kFormat>(load_floats(to + v * kLanes<float>), codes, load_floats(panel.scales + at),
-                                       load_floats(panel.offsets + at), block));
+        store_floats(to + v * kLanes<float>, add_kept<kCodes.is_signed>(load_floats(to + v * kLanes<float>), codes,
+                                                                        load_floats(panel.scales + at),
+                                                                        load_floats(panel.offsets + at), block));
       }
     }
 }
@@ -307,7 +318,9 @@ void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, vo
   const auto store = [&] {
     dispatch_stored(p.dtype, [&](auto s) { store_outputs<decltype(s)>(p, rows, output, count, panel.sums); });
   };
-  if (rows.end - rows.begin <= kFewRows<kFormat> && count == kOutputs) {
+  constexpr int kPaired = kFewTogether<kFormat, kRowsWithRest + 1>;
+  const int few = p.inputs / kLayout<kFormat>.numbers % kPaired == 0 ? kFewRows<kFormat> : kRowsWithRest;
+  if (rows.end - rows.begin <= few && count == kOutputs) {
     const RoundedTile x(p, rows.begin);
     with_rows<kFewRows<kFormat>>(x.rows, [&](auto few) {
       multiply_few_rows<kFormat, few>(weight, p.row_bytes, x.first, p.inputs, ahead, panel.sums);
@@ -335,8 +348,8 @@ void compute_outputs(const StoredLinearParams& p, Range rows, int64_t output, vo
       some = tile.rows;
       const RoundedBlock* const x = tile.first + input / kRoundedBlock * some;
       const int64_t at = (r - rows.begin) * kOutputs;
-      multiply_rows<kFormat>(panel, x, some, inputs / kRoundedBlock, input > 0, panel.sums + at);
-      multiply_kept<kFormat>(panel, x, some * inputs / kRoundedBlock, panel.kept_sums + at);
+      multiply_rows<kPanelCodes<kFormat>>(panel, x, some, inputs / kRoundedBlock, input > 0, panel.sums + at);
+      multiply_kept<kPanelCodes<kFormat>>(panel, x, some * inputs / kRoundedBlock, panel.kept_sums + at);
     }
   }
   for (int64_t i = 0; i < (rows.end - rows.begin) * kOutputs; ++i) panel.sums[i] += panel.kept_sums[i];
