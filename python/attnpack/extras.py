@@ -3,7 +3,7 @@
 import importlib.metadata
 import re
 
-TESTED = {"torch": ("2.11.0", "2.13.0", "2.14.1"), "transformers": ("5.17.0", "5.23.0", "5.24.0")}
+TESTED = {"torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"), "transformers": ("5.17.0", "5.23.0", "5.24.0")}
 """The releases under which the tests ran. `scripts/matrix.sh` goes through them."""
 
 
