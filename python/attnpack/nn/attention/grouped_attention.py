@@ -240,10 +240,11 @@ _OF_GROUPS = frozenset({"num_kv_heads", "head_map"})
 
 
 def _spelled_out(init: Function) -> Function:
-    """`init` with the arguments of GroupedQueryAttention in its signature, without those of groups."""
+    """`init` with the arguments of GroupedQueryAttention in its signature and its types, without those of groups."""
     whole = inspect.signature(GroupedQueryAttention.__init__)
     shown = [parameter for parameter in whole.parameters.values() if parameter.name not in _OF_GROUPS]
     init.__signature__ = whole.replace(parameters=shown)
+    init.__annotations__ = {parameter.name: parameter.annotation for parameter in shown if parameter.name != "self"}
     return init
 
 
