@@ -137,7 +137,8 @@ def compare(path: Path, name: str, rounds: int, alone: bool) -> None:
         ratio = statistics.median(they / we for we, they, _ in times)
         unit = f"{count / we:8.1f} tokens/s" if kind == "prefill" else f"{1e3 * we:8.2f} ms a step"
         read = f", read {100 * share:.0f}%" if kind == "decode" else ""
-        print(f"{name} | {kind} {count:>4}: attnpack {unit}{read}; llama.cpp {ratio:.2f}x", flush=True)
+        beside = f"; llama.cpp {ratio:.2f}x" if peer else ""
+        print(f"{name} | {kind} {count:>4}: attnpack {unit}{read}{beside}", flush=True)
 
 
 def grow(path: Path) -> None:

@@ -31,7 +31,7 @@ build() {
 
 # Two processes share the tests. Their threads sleep while they wait: threads that spin take the cores of the other
 # process, and tests last ten times.
-cores=$(getconf _NPROCESSORS_ONLN)  # nproc is not on macOS
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)  # macOS has no nproc
 processes=$((cores > 1 ? 2 : 1))
 # run_shared <python> [argument of pytest]: a file's tests stay in one process, because its fixtures are made once per
 # process.

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VERSION = ROOT / "csrc/attnpack/version.h"
 ALLOWED = frozenset((ROOT / "scripts/private_torch_symbols.txt").read_text().split("\n"))
+HOW = ": use what is public, or list it in scripts/private_torch_symbols.txt"
 OF_A_PREFIX = ("lib/libattnpack.so", "include/attnpack/attnpack.h", "share/cmake/attnpack/attnpackConfig.cmake",
                "share/attnpack/build.json", "lib/pkgconfig/attnpack.pc")  # fmt: skip
 SHARED = ("lib/libattnpack_kernels.so", "include/attnpack/kernels.h", "lib/pkgconfig/attnpack_kernels.pc",
@@ -101,7 +102,7 @@ def check(wheel: Path, torches: list[Path]) -> list[str]:
             own = defined_symbols([*kernels, *libraries])
             for library in libraries:
                 used = private_names(needed_symbols(library) - own)
-                wrong += [f"{library.relative_to(package)}: {name} is private to torch" for name in used - ALLOWED]
+                wrong += [f"{library.relative_to(package)}: {name} is private to torch{HOW}" for name in used - ALLOWED]
         for library in sorted({*kernels, *package.glob("torch-*/**/*.so")}):
             print(f"{library.relative_to(package)}: {library.stat().st_size / 1e6:.1f} MB")
         return wrong

@@ -40,7 +40,8 @@ _SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = PREFIX / "lib" / f"libattnpack.{_SUFFIX}"
 KERNELS_LIBRARY = PACKAGE / "lib" / f"libattnpack_kernels.{_SUFFIX}"
 """The CPU kernels, which the folders of all releases share."""
-CUDA_PACKAGE = f"attnpack_cu{torch.version.cuda.partition('.')[0]}" if torch and torch.version.cuda else ""
+_CUDA = torch.version.cuda.partition(".")[0] if torch and torch.version.cuda else ""
+CUDA_PACKAGE = f"attnpack_cu{_CUDA}" if _CUDA else ""
 """The package that a wheel apart has for this torch's CUDA: attnpack-cu13 for CUDA 13."""
 
 
@@ -58,13 +59,11 @@ _AGAIN = (
     if IN_WHEEL
     else "build it again: run `pip install .` in attnpack's source folder"
 )
-
-
 _RECORDED = {"version", "torch", "pybind11", "python", "compiler", "build_type", "instruction_sets"}
 
 
 def build_record() -> dict[str, str]:
-    """The settings of the build: version, torch, pybind11, python, compiler, build_type, instruction_sets."""
+    """The settings of the build, by the names in _RECORDED."""
     file = PREFIX / "share" / "attnpack" / "build.json"
     try:
         record = json.loads(file.read_text())
@@ -151,7 +150,7 @@ def why_no_cuda() -> str:
         return "this torch has no CUDA"
     lacks = (
         f"not in this wheel, but in {CUDA_PACKAGE.replace('_', '-')}, which `bash scripts/wheel.sh --cuda` makes with "
-        f"the nvcc of CUDA {torch.version.cuda.partition('.')[0]}"
+        f"the nvcc of CUDA {_CUDA}"
     )
     built = "did not load" if CUDA_LIBRARY.exists() else lacks if IN_WHEEL else "not built"
     return f"{built}; CUDA tensors run through ATen"

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from .._C import linear_layers
 from ..errors import wrong_kind
+from ..nn.linear import has_hooks
 from ..nn.native import dtype_of_numbers, stored_like
 from ..nn.stored import StoredEmbedding, StoredLinear, is_stored, storable_layers, to_stored
 
@@ -109,7 +109,7 @@ def _check_layer(name: str, layer: nn.Module, bits: int) -> None:
                 f"attnpack: model: {name} is stored in {layer.format} already, and rounding it to {FORMATS[bits]} "
                 "would add one error to the other: take the model with its numbers"
             )
-    elif bits and ("forward" in vars(layer) or any(getattr(layer, hooks) for hooks in linear_layers.HOOKS)):
+    elif bits and has_hooks(layer):
         raise ValueError(
             f"attnpack: model: {name} has hooks or a forward of its own, which its layer of stored weights would not "
             "have: remove them first"

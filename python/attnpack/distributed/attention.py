@@ -58,7 +58,6 @@ def attention(
             holds two pieces at a time).
         layout: "contiguous", or "zigzag": equal work for every rank in causal attention.
         kv_lens: [B], valid keys of the whole sequences; the same on all ranks.
-
         query_scale: [Lq / ranks] or [B, Lq / ranks], factors of this rank's queries.
 
     The other arguments are those of `attnpack.attention`, the same on all ranks. sinks' gradient is this rank's share:

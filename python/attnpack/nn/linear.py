@@ -20,14 +20,14 @@ is_watched = linear_layers.is_watched
 _is_compiling = torch.compiler.is_compiling
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    """`is_watched` while a graph is traced, where no C++ runs."""
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether a call of the layer runs more than its class says: `is_watched` without C++, for a graph."""
     return "forward" in vars(layer) or any(getattr(layer, name) for name in linear_layers.HOOKS)
 
 
 def _just_multiplies(layer: nn.Module) -> bool:
     """Whether a call of layer runs only the product of a StoredLinear."""
-    return type(layer) is StoredLinear and not (_has_hooks(layer) if _is_compiling() else is_watched(layer))
+    return type(layer) is StoredLinear and not (has_hooks(layer) if _is_compiling() else is_watched(layer))
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -86,5 +86,5 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
     if type(layer) is not nn.Linear or layer.bias is not None or type(layer.weight) not in (Tensor, nn.Parameter):
         return None
     if _is_compiling():  # a compiled graph knows no global hooks
-        return None if _has_hooks(layer) else layer.weight
+        return None if has_hooks(layer) else layer.weight
     return layer.weight if linear_layers.is_plain(layer) else None

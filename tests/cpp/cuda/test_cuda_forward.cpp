@@ -74,15 +74,6 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
 }
 
 std::vector<Settings> grid() {
-  Settings all{.causal = true,
-               .lens = true,
-               .softcap = true,
-               .sinks = true,
-               .alibi = true,
-               .float_mask = true,
-               .map = true,
-               .dropout = true,
-               .poison = true};
   return {{},
           {.causal = true},
           {.window = true, .offsets = true},
@@ -96,7 +87,7 @@ std::vector<Settings> grid() {
           {.causal = true, .poison = true},
           {.past = true},
           {.past = true, .softcap = true, .float_mask = true},
-          all};
+          kManyRules};
 }
 
 }  // namespace

@@ -81,22 +81,27 @@ TEST_CASE("threads do come to help, and no more than are asked for") {
   }));
 }
 
-TEST_CASE("after a long wait for a helper a loop has one fewer, and more again later") {
-  REQUIRE(comes_true([] { return count_threads(1) == 2; }));
+// Waits for a helper that takes long, after which loops have no helper for 100 ms.
+void wait_for_a_helper(std::chrono::milliseconds its_work) {
   const auto caller = std::this_thread::get_id();
   std::atomic<bool> helped = false;
+  const auto task = [&] {
+    if (std::this_thread::get_id() == caller) {
+      for (int i = 0; i < 100 && !helped; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } else {
+      helped = true;
+      std::this_thread::sleep_for(its_work);
+    }
+  };
   REQUIRE(comes_true([&] {
-    const auto task = [&] {
-      if (std::this_thread::get_id() == caller) {
-        for (int i = 0; i < 100 && !helped; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      } else {
-        helped = true;
-        std::this_thread::sleep_for(std::chrono::milliseconds(300));
-      }
-    };
     run_with_helpers(1, task);
     return helped.load();
   }));
+}
+
+TEST_CASE("after a long wait for a helper a loop has one fewer, and more again later") {
+  REQUIRE(comes_true([] { return count_threads(1) == 2; }));
+  wait_for_a_helper(std::chrono::milliseconds(300));
   REQUIRE(count_threads(1) == 1);
   REQUIRE(comes_true([] { return count_threads(1) == 2; }));
 }
@@ -109,21 +114,7 @@ void take_core(int) {
 }
 
 TEST_CASE("a caller without helpers may lose its core at any place") {
-  const auto caller = std::this_thread::get_id();
-  std::atomic<bool> helped = false;
-  const auto keeps_waiting = [&] {
-    if (std::this_thread::get_id() == caller) {
-      for (int i = 0; i < 100 && !helped; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    } else {
-      helped = true;
-      std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    }
-  };
-  REQUIRE(comes_true([&] {
-    run_with_helpers(1, keeps_waiting);
-    return helped.load();
-  }));
-  // Loops get no helper for 100 ms.
+  wait_for_a_helper(std::chrono::milliseconds(200));
   struct sigaction takes{}, before;
   takes.sa_handler = take_core;
   REQUIRE(sigaction(SIGALRM, &takes, &before) == 0);

@@ -29,6 +29,16 @@ struct Settings {
        alibi = false, bool_mask = false, float_mask = false, map = false, dropout = false, poison = false,
        latent = false, lowest = false, lowest_rows = false, mask_heads = false, mask_rows = false, mask_blocks = false;
 };
+// Many rules at once.
+inline constexpr Settings kManyRules{.causal = true,
+                                     .lens = true,
+                                     .softcap = true,
+                                     .sinks = true,
+                                     .alibi = true,
+                                     .float_mask = true,
+                                     .map = true,
+                                     .dropout = true,
+                                     .poison = true};
 
 template <class S>
 DType dtype_of() {

@@ -23,8 +23,8 @@ BITS = {"Q8_0": 8, "Q4_0": 4}
 _MOST_NUMBERS = 1 << 20  # that are widened at a time
 _VERSION, _UINT32 = 3, 4  # of GGUF, and its number of the type
 
-# What llama.cpp's quantiser leaves, by the end of a tensor's name: norms, which may have a row per head; routers;
-# tables of positions and token types; small matrices of recurrent layers, of Gemma 3n and of indexers.
+# The ends of the names of tensors that llama.cpp's quantiser does not round. These are norms, which may have a row per
+# head, routers, tables of positions and token types, and small matrices of recurrent layers, Gemma 3n and indexers.
 _LEFT = re.compile(
     r"""(^|[._])(norm(_2)? | position_embd | token_types | rope_freqs
     | ffn_gate_inp(_shexp)? | ffn_gate_tid2eid | attn_rel_b | indexer[.][kq]_proj

@@ -86,7 +86,7 @@ struct Panel {
         kept_sums(arena.take<float>(rows * kOutputs)) {}
 };
 
-// What of a format the products with a panel depend on: fewer than the formats.
+// The properties of a format that products with a panel depend on. Several formats share them.
 struct PanelCodes {
   int scaled;  // numbers that share a scale
   bool is_signed;

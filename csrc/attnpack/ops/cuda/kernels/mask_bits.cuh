@@ -85,7 +85,7 @@ ATTNPACK_DEVICE void pack_mask_block(const AttentionParams& p, const MaskBits& m
 
 // The first bits of a word: none if count is below 1, all from 32 on.
 ATTNPACK_HD inline uint32_t first_bits(int64_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
-// What a tile's pairs of a step say.
+// Whether a tile sees any pair of a step, and whether the mask hides any.
 struct StepPairs {
   bool seen = false, hidden = false;
   // bits: of one row. keys: how many keys there are from the word's first one on. inside: those that its range leaves.

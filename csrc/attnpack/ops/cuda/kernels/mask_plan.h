@@ -27,7 +27,7 @@ static inline int64_t end_of(const MaskBits& m) { return m.begin + m.batches * m
 constexpr int64_t kMostMaskBytes = int64_t{1} << 32;
 static inline bool fits_mask_bits(const AttentionParams& p) { return end_of(plan_mask_bits(p, 0)) <= kMostMaskBytes; }
 
-// A list of steps for each tile that sees others than the tiles before it.
+// Lists of steps, one for each tile. Tiles that share the mask share a list.
 struct MaskLists {
   int64_t batches, kv_heads, tiles;
   int64_t step;     // how many keys or rows

@@ -129,14 +129,14 @@ struct CoarseCap {
   float exponent, cap;
   ATTNPACK_DEVICE explicit CoarseCap(const ScoreRule<float>& rule)
       : exponent(2 * kLog2E * rule.into_cap), cap(rule.cap) {}
-  ATTNPACK_DEVICE float operator()(float product) const {
-    return cap - 2 * cap * reciprocal(1 + power_of_two(product * exponent));
-  }
+  ATTNPACK_DEVICE float operator()(float product) const { return cap - 2 * cap * share(product); }
   // d(capped) / d(scaled), 1 - tanh^2.
   ATTNPACK_DEVICE float slope(float product) const {
-    const float share = reciprocal(1 + power_of_two(product * exponent));
-    return 4 * share * (1 - share);
+    const float x = share(product);
+    return 4 * x * (1 - x);
   }
+  // (1 - tanh) / 2.
+  ATTNPACK_DEVICE float share(float product) const { return reciprocal(1 + power_of_two(product * exponent)); }
 };
 
 template <class M>
