@@ -7,15 +7,14 @@
 namespace attnpack {
 
 // The kernels of one instruction set. One that multiplies pairs of bf16 is compiled without what needs no pairs, which
-// takes the kernels of `plain`: fp64, linear attention, convolutions, and all but bf16 where keys and weights are not
-// streamed. (Streaming is tuned for the processors that have pairs, in every dtype: see kOnce in dot.h.) Elsewhere
-// `plain` is the instruction set itself.
+// takes the kernels of `plain`: linear attention, convolutions, and attention in all dtypes but bf16 where rows are not
+// quantised. (Linear layers of 4 rows lost a tenth by that.) Elsewhere `plain` is the instruction set itself.
 #define ATTNPACK_KERNELS(isa, plain)                               \
   {Split<isa::prefill_scratch, plain::prefill_scratch>::by_bf16,   \
    Split<isa::prefill, plain::prefill>::by_bf16,                   \
-   Split<isa::decode_scratch, plain::decode_scratch>::but_fp64,    \
-   Split<isa::decode, plain::decode>::but_fp64,                    \
-   Split<isa::merge, plain::merge>::but_fp64,                      \
+   Split<isa::decode_scratch, plain::decode_scratch>::by_bits,     \
+   Split<isa::decode, plain::decode>::by_bits,                     \
+   Split<isa::merge, plain::merge>::by_bits,                       \
    Split<isa::backward_scratch, plain::backward_scratch>::by_bf16, \
    Split<isa::backward, plain::backward>::by_bf16,                 \
    isa::linear_scratch,                                            \
@@ -59,10 +58,19 @@ struct Split<kPairs, kPlain> {
   static Result by_bf16(const Params& p, Rest... rest) {
     return dtype_of(p) == DType::kBFloat16 ? kPairs(p, rest...) : kPlain(p, rest...);
   }
-  static Result but_fp64(const Params& p, Rest... rest) {
-    return dtype_of(p) != DType::kFloat64 ? kPairs(p, rest...) : kPlain(p, rest...);
+  // Products with quantised rows are of bytes, in every dtype but fp64.
+  static Result by_bits(const Params& p, Rest... rest) {
+    return p.quantized_bits && p.dtype != DType::kFloat64 ? kPairs(p, rest...) : by_bf16(p, rest...);
   }
 };
+
+#if defined(ATTNPACK_HAS_AVX512_BF16)
+const bool streams_past_l2 = has_avx512_bf16() && has_fast_pairs();
+#elif defined(ATTNPACK_HAS_NEON_BF16)
+const bool streams_past_l2 = has_neon_bf16();
+#else
+const bool streams_past_l2 = false;
+#endif
 
 // From the plainest to the widest. The default is the last one that is present and faster.
 inline const Isa kIsas[] = {

@@ -528,7 +528,7 @@ void decode_head(const AttentionParams& p, int64_t b, int64_t kv_head, Range key
     if (p.quantized_bits == 8) return decode_tiles<Query, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
     if (p.quantized_bits == 4) return decode_tiles<float, A, 4, kIntegers>(p, b, kv_head, keys, partial, scratch);
   }
-  decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
+  if constexpr (kCompiled<S>) decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
 }
 
 template <class S, class A>
@@ -567,7 +567,8 @@ void decode(const AttentionParams& p, int64_t b, Range kv_heads, Range keys, voi
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    if constexpr (!std::is_same_v<S, double>)  // heads of fp64 are read one after the other: that is less code
+    // Heads of fp64 are read one after the other: that is less code.
+    if constexpr (kCompiled<S> && !std::is_same_v<S, double>)
       if (reads_in_turn<S, A>(p, kv_heads)) {
         HeadsInTurn<S, A>(p, b, kv_heads, keys, partials, scratch);
         return;

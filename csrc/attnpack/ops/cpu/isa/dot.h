@@ -29,18 +29,21 @@ struct Stream {
   int64_t ahead;
   bool again = false;
 };
-// GCC's hint for how long to keep memory that is read once: 3 keeps it in all caches, 0 only in L1. 0 leaves L2 to the
-// data of the next layer (gain: PERFORMANCE.md). AMD's processors then find such memory in L3 the next time, others may
-// not. By default only AMD's processors multiply pairs, so 0 is set there.
-constexpr int kOnce = kPairProducts ? 0 : 3;
-
+// Fetches memory that is read once. GCC's hint says how long to keep it: 3 in all caches, 0 only in L1.
 // Always inlined: GCC takes a function that only prefetches for one without effects, and drops calls of it.
+template <class T>
+[[gnu::always_inline]] inline void fetch_once(const T* p) {
+  if (kPairProducts || streams_past_l2)
+    __builtin_prefetch(p, 0, 0);
+  else
+    __builtin_prefetch(p, 0, 3);
+}
 template <Stream stream, class T>
 [[gnu::always_inline]] inline void fetch_ahead(const T* p) {
   if constexpr (stream.again)
     fetch(p);
   else if constexpr (stream.ahead > 0)
-    __builtin_prefetch(p, 0, kOnce);
+    fetch_once(p);
 }
 
 // How far ahead of its use memory is prefetched: in rows, and in columns of that row.

@@ -24,7 +24,7 @@ struct FarMemory {
   [[gnu::always_inline]] inline void advance(int64_t bytes) {
 #pragma GCC unroll 1
     for (left += bytes; left > 0; left -= kLine) {
-      __builtin_prefetch(next, 0, kOnce);
+      fetch_once(next);
       next += kLine;
       if (__builtin_expect(next >= end, 0)) swap_blocks();
     }

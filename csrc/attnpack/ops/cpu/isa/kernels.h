@@ -10,6 +10,11 @@
 // on the batch. So results are bitwise the same however units are handed out.
 namespace attnpack {
 
+// Whether memory that is read once passes L2 by, which leaves L2 to the data of the next layer (gain: PERFORMANCE.md).
+// AMD's processors then find such memory in L3 the next time, others may not. So it does where pairs of bf16 are fast:
+// of x86 these are AMD's processors.
+extern const bool streams_past_l2;
+
 // The rows of a kv head are all (query, member of the group) pairs that share it: row = query * group_size + member. So
 // keys and values are read once per group, and neighbouring rows see almost the same keys.
 struct Kernels {

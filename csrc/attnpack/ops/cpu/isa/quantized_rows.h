@@ -90,7 +90,7 @@ template <int Bits>
 
 // Prefetches the row that stands kQuantizedAhead bytes after this one.
 [[gnu::always_inline]] inline void fetch_row(const unsigned char* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(row + kQuantizedAhead + i, 0, kOnce);
+  for (int64_t i = 0; i < bytes; i += kLine) fetch_once(row + kQuantizedAhead + i);
 }
 
 // s[r, j] = x[r] . w[j] for `Rows` rows of x and `count` quantised rows of w. The rows of x are padded with zeros to

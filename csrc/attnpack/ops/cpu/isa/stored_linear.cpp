@@ -61,7 +61,7 @@ class Fetching {
   // Always inlined: GCC takes a function that only prefetches for one without effects.
   [[gnu::always_inline]] void fetch() {
     const uint8_t* const stop = next_ + smaller(step_, end_ - next_);
-    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, kOnce);
+    for (; next_ < stop; next_ += 64) fetch_once(next_);
   }
 
  private:

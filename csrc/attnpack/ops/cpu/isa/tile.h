@@ -26,7 +26,10 @@ inline void dispatch(DType dtype, F&& f) {
       return f(Float16{}, float{});
   }
 }
-// For kernels that stream no memory: with pairs they are compiled for bf16 only.
+// Whether kernels for rows of these numbers are compiled: with pairs only those of bf16.
+template <class S>
+constexpr bool kCompiled = !kPairProducts || std::is_same_v<S, BFloat16>;
+// For kernels that have only these.
 template <class F>
 inline void dispatch_pairs(DType dtype, F&& f) {
   if constexpr (kPairProducts)
