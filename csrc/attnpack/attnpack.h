@@ -29,6 +29,7 @@
 #include <attnpack/layers/recurrent.h>
 #include <attnpack/layers/route_experts.h>
 #include <attnpack/layers/select_keys.h>
+#include <attnpack/models/from_gguf.h>
 #include <attnpack/models/from_hf.h>
 #include <attnpack/models/generate.h>
 #include <attnpack/modules/attention/compressed_attention.h>

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from attnpack.checkpoints.gguf import GgufCheckpoint
 from families import peer_from, with_noise
 from gguf_models import LAYER_NORM, refused
 from transformers import AutoModelForCausalLM
@@ -367,20 +368,13 @@ def test_halves_of_latent_heads_come_together(tmp_path):
     refused(write(path, "deepseek_v3", model, expert_gating_func=3), "expert_gating_func = 3 is not supported")
 
 
-def test_a_largest_gemma_scales_by_the_mean_width_of_a_head():
+@pytest.mark.parametrize(("arch", "largest"), [("gemma2", 46), ("gemma3", 62)])
+def test_a_largest_gemma_scales_by_the_mean_width_of_a_head(arch, largest, tmp_path):
     """llama.cpp keeps that in its code; the file does not say it."""
-    from attnpack.checkpoints.gguf_families import ARCHITECTURES
-
-    class File:
-        def setting(self, key, default=None):
-            return default
-
-        number = size = setting
-
-    config = {"embed_dim": 4608, "num_heads": 32, "head_dim": 128, "rope_scaling": None}
-    for arch, largest in (("gemma2", 46), ("gemma3", 62)):
-        for layers, width in ((largest, 144), (26, 128)):
-            file = File()
-            file.size = lambda key, default=None, layers=layers: {"block_count": layers}.get(key, default)
-            made = ARCHITECTURES[arch].options(file, config | {"num_layers": layers})
-            assert made["scores"]["scale"] == pytest.approx(width**-0.5)
+    sizes = {"embedding_length": 4608, "attention.head_count": 32, "attention.key_length": 128}
+    sizes |= {"attention.value_length": 128, "feed_forward_length": 8, "context_length": 8}
+    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    for layers, width in ((largest, 144), (26, 128)):
+        norms = {f"blk.{i}.attn_norm.weight": np.ones(4608, np.float32) for i in range(layers)}
+        path = gguf_models.write(tmp_path / f"{layers}", arch, sizes | {"block_count": layers}, norms)
+        assert GgufCheckpoint(path).config["scores"]["scale"] == width**-0.5

@@ -6,7 +6,7 @@ import gguf_models
 import numpy as np
 import pytest
 import torch
-from attnpack.checkpoints.gguf_file import GgufFile
+from attnpack.checkpoints import gguf_file
 from gguf_hybrids import hybrid_tensors
 from hybrid_families import changed_peer
 
@@ -136,19 +136,15 @@ def test_experts_in_one_tensor(tmp_path):
 
 @torch.no_grad()
 def test_each_source_is_read_once(tmp_path, monkeypatch):
-    """The queries and their gate come of one tensor of the file."""
-    path = written(tmp_path / "x", "qwen3_5")
-    for read, how in (("read", "expanded"), ("blocks", "stored")):
-        original, names = getattr(GgufFile, read), []
-
-        def counted(self, name, *arguments, original=original, names=names):
-            names.append(name)
-            return original(self, name, *arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(GgufFile, read, counted)
-            attnpack.CausalLM.from_gguf(path, weights=how)
-        assert sorted(names) == sorted({*names}) and "blk.1.attn_q.weight" in names
+    """The queries and their gate come of one tensor of the file. Python widens it here, which counts how often."""
+    arch, _, metadata, tensors = case("qwen3_5")
+    rows, counted = tensors["blk.1.attn_q.weight"].shape[0], []
+    codes = np.random.default_rng(0).integers(0, 50, (rows, 18), dtype=np.uint8)
+    path = gguf_models.write(tmp_path / "x", arch, metadata, tensors, {"blk.1.attn_q.weight": ("IQ4_NL", codes)})
+    widen = gguf_file.widen
+    monkeypatch.setattr(gguf_file, "widen", lambda kind, rows: (counted.append(len(rows)), widen(kind, rows))[1])
+    attnpack.CausalLM.from_gguf(path)
+    assert counted == [rows]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +162,8 @@ def test_stored_weights_are_the_same(name, count, tmp_path):
     assert sum(weight.dtype == torch.uint8 for weight in stored.state_dict().values()) == count
     expanded, ids = attnpack.CausalLM.from_gguf(path, dtype=torch.float64), torch.randint(96, (2, 9))
     torch.testing.assert_close(stored(ids), expanded(ids), rtol=1e-10, atol=1e-10)
+    native = gguf_models.native_model(path, torch.float64, "stored").state_dict()
+    assert all(torch.equal(native[key], weight) for key, weight in stored.state_dict().items())
 
 
 @pytest.mark.parametrize(

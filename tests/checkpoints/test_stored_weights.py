@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attnpack import StoredEmbedding, StoredLinear, ops
 from attnpack.tools import cli
+from gguf_models import native_model
 from processes import run_python
 from stored_blocks import FORMATS, llama_file
 from torch import nn
@@ -63,6 +64,9 @@ def test_both_languages_compute_the_same_bits_near_the_expanded_model(path, dtyp
     tokens = stored.generate(IDS, max_new_tokens=6)
     assert torch.equal(tokens, stored.cpp().generate(IDS, max_new_tokens=6, cache="static"))
     assert torch.equal(tokens, stored.generate(IDS, max_new_tokens=6))  # by the kept twin
+    native = native_model(path, dtype, "stored")
+    assert torch.equal(native.forward(IDS), found)
+    assert not any(parameter.requires_grad for _, parameter in native.named_parameters())
 
 
 def test_rows_of_a_batch_are_those_of_single_texts(path):

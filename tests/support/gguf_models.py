@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from attnpack._C import checkpoints
 from torch import Tensor
 
 LAYER_NORM = ("gpt2", "starcoder", "starcoder2", "falcon", "cohere2", "phi2", "gptneox", "stablelm")
@@ -89,13 +90,21 @@ def write(
 
 @torch.no_grad()
 def check_against(theirs: Any, path: Path) -> None:
-    """Checks that the model of the file has the logits and the greedy tokens of a model of transformers."""
+    """Checks that the model of the file has the logits and the greedy tokens of a model of transformers, and that C++
+    loads the same model."""
     ours = attnpack.CausalLM.from_gguf(path)
+    state, native = ours.state_dict(), native_model(path).state_dict()
+    assert state.keys() == native.keys() and all(torch.equal(state[key], native[key]) for key in state)
     ids = torch.randint(96, (2, 24))
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
     tokens = ours.generate(ids[:, :6], max_new_tokens=10)
     wanted = theirs.generate(ids[:, :6], max_new_tokens=10, do_sample=False, use_cache=False)
     assert torch.equal(tokens, wanted)
+
+
+def native_model(path: Path, dtype: torch.dtype = torch.float32, weights: str = "expanded") -> Any:
+    """The model that C++ loads."""
+    return checkpoints.causal_lm_from_gguf(str(path), dtype, None, weights)
 
 
 def refused(path: Path, *words: str, **keywords: Any) -> None:

@@ -49,7 +49,8 @@ def from_gguf(
     (Qwen3.5), qwen3next and kimi-linear.
     `max_positions` limits the file's own context length. Resident memory grows by the size of the weights in `dtype`
     and little more. Raises ValueError, naming the file, for a file that is foreign, truncated, incomplete or of another
-    architecture; ImportError without the package `gguf`.
+    architecture; ImportError if it has a type that only the package `gguf` reads, such as IQ4_XS, and that package
+    is missing.
     """
     if weights not in ("expanded", "stored"):
         raise ValueError(f"attnpack: weights: got {weights!r}, want 'expanded' or 'stored'")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .._C import checkpoints
 from ..ops.stored import STORED_LAYOUTS, format_of, inputs_of, is_stored, to_stored
 
 __all__ = ["STORED_LAYOUTS", "StoredEmbedding", "StoredLinear", "is_stored", "storable_layers", "to_stored"]
@@ -118,12 +119,11 @@ class StoredEmbedding(nn.Module):
 
 
 def storable_layers(model: nn.Module) -> list[str]:
-    """The names of the linear layers and token embeddings of a model whose weights may be stored. Latent attention
-    multiplies by parts of kv_b_proj, and compressed attention by groups of o_a_proj: these stay numbers."""
+    """The names of the linear layers and token embeddings of a model whose weights may be stored."""
     names = []
     for name, module in model.named_modules(remove_duplicate=False):
         leaf = name.rpartition(".")[2]
-        linear = type(module) is nn.Linear and leaf not in ("kv_b_proj", "o_a_proj")
+        linear = type(module) is nn.Linear and checkpoints.may_be_stored(leaf)
         table = type(module) is nn.Embedding and leaf == "embed_tokens"
         if (linear or table) and type(module.weight) in (Tensor, nn.Parameter):
             names.append(name)

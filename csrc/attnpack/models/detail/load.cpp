@@ -1,0 +1,29 @@
+#include <attnpack/models/detail/load.h>
+
+#include <ATen/ops/empty.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/modules/detail/checks.h>
+
+namespace attnpack {
+
+void check_load_options(at::ScalarType dtype, const std::optional<int64_t>& max_positions) {
+  ATTNPACK_CHECK(at::isFloatingType(dtype) && c10::elementSize(dtype) > 1, "dtype is ", dtype,
+                 ", wants a floating one such as at::kFloat");
+  if (max_positions) check_size("max_positions", *max_positions);
+}
+
+CausalLM empty_model(CausalLMOptions options, at::ScalarType dtype) {
+  Factory factory;
+  factory.device = at::kMeta;
+  factory.dtype = dtype;
+  return CausalLM(options.factory(factory));
+}
+
+bool may_be_stored(std::string_view layer) { return layer != "kv_b_proj" && layer != "o_a_proj"; }
+
+at::Tensor empty_weight(const at::Tensor& parameter, at::ScalarType dtype, at::Device device) {
+  return at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype).device(device));
+}
+
+}  // namespace attnpack
