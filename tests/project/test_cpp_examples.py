@@ -12,6 +12,7 @@ from attnpack.tools.demo.mqa import run_mqa
 from cpp_programs import cpp_program
 from marks import long
 from processes import ROOT, run_program
+from stored_blocks import llama_file
 
 PREFIX = Path(attnpack.__file__).parent
 
@@ -63,6 +64,15 @@ def test_generate_gives_pythons_tokens_and_their_speed(trained, tmp_path):
     assert (
         missing.stderr == f"{tmp_path / 'none'}: has no config.json; give the directory of a Hugging Face checkpoint\n"
     )
+
+
+def test_generate_reads_gguf(tmp_path):
+    path = llama_file(tmp_path / "model.gguf", ["Q8_0"])
+    process = run_program(cpp_program("generate"), path, 6, 1, 2, 3, env={})
+    assert process.returncode == 0, process.text
+    model = attnpack.CausalLM.from_gguf(path, weights="stored")
+    tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6)
+    assert list(map(int, process.stdout.split())) == tokens[0].tolist()
 
 
 def test_the_examples_say_which_libraries_give_ids():

@@ -1,9 +1,11 @@
-// Continues token ids with the language model of a Hugging Face directory (config.json and safetensors):
+// Continues token ids with the language model of a Hugging Face directory (config.json and safetensors), or of a GGUF
+// file, whose quantised weights stay as they are:
 //
-//   generate DIRECTORY MAX_NEW_TOKENS ID [ID ...]
+//   generate DIRECTORY|FILE.gguf MAX_NEW_TOKENS ID [ID ...]
 //
 // prints the prompt and the new ids. attnpack has no tokenizer in C++. tokenizers-cpp reads a tokenizer.json, and
-// SentencePiece a tokenizer.model. In Python `attnpack.checkpoints.load_tokenizer(DIRECTORY)` gives ids and text.
+// SentencePiece a tokenizer.model. In Python `attnpack.checkpoints.load_tokenizer(PATH)` gives ids and text.
+#include <attnpack/models/from_gguf.h>
 #include <attnpack/models/from_hf.h>
 #include <attnpack/models/generate.h>
 
@@ -15,9 +17,14 @@
 
 namespace {
 
-void generate(const std::string& directory, int64_t max_new_tokens, const std::vector<int64_t>& prompt) {
+attnpack::CausalLM load(const std::string& path) {
+  if (path.ends_with(".gguf")) return attnpack::causal_lm_from_gguf(path, attnpack::GgufOptions().weights("stored"));
+  return attnpack::causal_lm_from_hf(path);
+}
+
+void generate(const std::string& path, int64_t max_new_tokens, const std::vector<int64_t>& prompt) {
   const torch::NoGradGuard no_grad;
-  auto model = attnpack::causal_lm_from_hf(directory);
+  auto model = load(path);
   const auto ids = at::tensor(prompt, at::kLong).unsqueeze(0);  // [1, L]
 
   const auto begin = std::chrono::steady_clock::now();
@@ -33,7 +40,7 @@ void generate(const std::string& directory, int64_t max_new_tokens, const std::v
 
 int main(int argc, char** argv) {
   if (argc < 4) {
-    std::cerr << "generate DIRECTORY MAX_NEW_TOKENS ID [ID ...]\n";
+    std::cerr << "generate DIRECTORY|FILE.gguf MAX_NEW_TOKENS ID [ID ...]\n";
     return 2;
   }
   try {
