@@ -5,6 +5,7 @@
 #include <attnpack/weights/detail/shards.h>
 #include <attnpack/weights/safetensors.h>
 #include <bindings/causal_lm_options.h>
+#include <bindings/checkpoint_values.h>
 #include <bindings/register.h>
 
 #include <cerrno>
@@ -12,28 +13,6 @@
 namespace attnpack {
 
 namespace {
-
-py::object to_python_value(const Json& json);
-
-struct ToPython {
-  py::object operator()(std::monostate) const { return py::none(); }
-  py::object operator()(const Json::List& list) const {
-    py::list result(list.size());
-    for (size_t i = 0; i < list.size(); ++i) result[i] = to_python_value(list[i]);
-    return result;
-  }
-  py::object operator()(const Json::Object& object) const {
-    py::dict result;
-    for (const auto& [name, value] : object) result[py::str(name)] = to_python_value(value);
-    return result;
-  }
-  template <typename T>
-  py::object operator()(const T& value) const {
-    return py::cast(value);
-  }
-};
-
-py::object to_python_value(const Json& json) { return std::visit(ToPython(), json.value); }
 
 // Calls `call`, and raises an error of the system as Python's OSError with `path`.
 template <typename Call>
@@ -45,12 +24,6 @@ auto with_os_errors(const std::string& path, const Call& call) {
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
     throw py::error_already_set();
   }
-}
-
-py::dict as_tuples(const Shapes& shapes) {
-  py::dict result;
-  for (const auto& [name, shape] : shapes) result[py::str(name)] = py::tuple(py::cast(shape));
-  return result;
 }
 
 py::dict shapes_of(const SafetensorsFile& file) {
@@ -111,6 +84,8 @@ void register_hf(py::module_& m) {
 
 void register_checkpoints(py::module_& m) {
   register_hf(m);
+  register_gguf(m);
+  register_gguf_model(m);
   m.attr("LONGEST_JSON") = kLongestJson;
   m.attr("MOST_EXPERTS") = kMostExperts;
   m.def(

@@ -17,6 +17,8 @@ void register_convert(py::module_& m);
 void register_plain_linear(py::module_& m);
 void register_backend(py::module_& m);
 void register_checkpoints(py::module_& m);
+void register_gguf(py::module_& m);
+void register_gguf_model(py::module_& m);
 void register_context_parallel(py::module_& m);
 void register_distributed(py::module_& m);
 

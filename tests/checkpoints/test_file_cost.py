@@ -185,8 +185,8 @@ def test_what_vocabularies_ask_for(name, found_vocabularies):
 
 def test_largest_vocabularies_are_below_the_limits():
     """Gemma 3's vocabulary, the largest of the common GGUF files: 262,144 tokens, and twice as many merges."""
-    from attnpack.checkpoints import gguf_file
+    from attnpack._C import checkpoints
 
     tokens, merges = 262_144, 524_288
-    assert 2 * (3 * tokens + merges) < gguf_file._MOST_ITEMS
-    assert 2 * (tokens * (8 + 12 + 4 + 4) + merges * (8 + 14)) < gguf_file._LONGEST
+    assert 2 * (3 * tokens + merges) < checkpoints.MOST_GGUF_ITEMS
+    assert 2 * (tokens * (8 + 12 + 4 + 4) + merges * (8 + 14)) < checkpoints.LONGEST_GGUF_HEADER

@@ -133,25 +133,103 @@ def test_logits_equal_transformers(arch, tmp_path):
         torch.testing.assert_close(model(ids), reference(ids).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q6_K", "IQ4_XS"])
-def test_quantised_types_are_read_in_pieces_as_at_once(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnpack.checkpoints.gguf_file._CHUNK_BYTES", 3 * 4 * 512)  # three rows at a time
-    kind = gguf.GGMLQuantizationType[kind]
-    values = np.random.default_rng(0).standard_normal((10, 512)).astype(np.float32)
-    if kind.name == "Q6_K" or kind.name == "IQ4_XS":  # types that the package reads and does not write
+# Those that the package reads and does not write come as random blocks.
+READ_ONLY = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"]
+WRITTEN = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0"]
+
+
+def write_type(path, kind: str, rows: int) -> np.ndarray:
+    """A file with the tensor "x" [rows, 512] of that type, and the tensor's bytes."""
+    kind, generator = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
+    if kind.name in READ_ONLY:
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        data = np.random.default_rng(0).integers(0, 60, (10, 512 // block * size), dtype=np.uint8)
+        data = generator.integers(0, 60, (rows, 512 // block * size), dtype=np.uint8)
     else:
-        data = gguf.quants.quantize(values, kind)
-    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+        data = gguf.quants.quantize(generator.standard_normal((rows, 512)).astype(np.float32), kind)
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    out = torch.empty(10, 512)
-    GgufFile(tmp_path / "one.gguf").read("x", out)
-    assert torch.equal(out, torch.from_numpy(gguf.quants.dequantize(data, kind)))
+    return data
+
+
+@pytest.mark.parametrize("kind", WRITTEN + READ_ONLY)
+def test_types_are_read_in_pieces_as_at_once(kind, tmp_path):
+    data = write_type(tmp_path / "one.gguf", kind, rows=150)  # three pieces, of 64 rows at most
+    whole = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    out, part, file = torch.empty(150, 512), torch.empty(70, 512), GgufFile(tmp_path / "one.gguf")
+    file.read("x", out)
+    file.read("x", part, 33)
+    assert torch.equal(out, whole) and torch.equal(part, whole[33:103])
+
+
+def test_mxfp4_with_any_scale_is_what_the_package_reads(tmp_path):
+    """Unlike OCP's format, ggml's has a number for the scale 255."""
+    path, kind = tmp_path / "one.gguf", gguf.GGMLQuantizationType.MXFP4
+    data = np.random.default_rng(0).integers(0, 256, (256, 17), dtype=np.uint8)
+    data[:, 0] = range(256)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    out = torch.empty(256, 32)
+    GgufFile(path).read("x", out)
+    with np.errstate(over="ignore"):
+        whole = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    assert torch.equal(out.view(torch.int32), whole.view(torch.int32))
+
+
+def test_metadata_of_every_kind_are_what_the_package_reads(tmp_path):
+    path = tmp_path / "keys.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for bits in (8, 16, 32, 64):
+        getattr(writer, f"add_uint{bits}")(f"most.{bits}", 2**bits - 1)
+        getattr(writer, f"add_int{bits}")(f"least.{bits}", -(2 ** (bits - 1)))
+    for i, number in enumerate((0.1, 1e-6, 1e30, math.inf, -math.inf)):
+        writer.add_float32(f"single.{i}", number)
+        writer.add_float64(f"double.{i}", number)
+    writer.add_bool("yes", True)
+    writer.add_string("text", "\U0001f600 \u00e9\n\0")
+    writer.add_array("texts", ["a", "", "\u00e9"])
+    writer.add_array("numbers", [1, 2, 3])
+    writer.add_array("lists", [[1, 2], [3]])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    theirs = {name: field for name, field in gguf.GGUFReader(path).fields.items() if not name.startswith("GGUF.")}
+    ours = GgufFile(path).metadata
+    assert list(ours) == list(theirs) and ours["lists"] == [[1, 2], [3]]
+    for name, field in theirs.items():
+        if name != "lists":  # which the package flattens
+            assert ours[name] == field.contents() and type(ours[name]) is type(field.contents()), name
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff", b"\xe4\xb8", b"\xe4\xb8x", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\x80\xe0\x80"]
+)
+def test_texts_that_are_no_utf8_are_decoded_as_by_python(data, tmp_path):
+    path = tmp_path / "keys.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
+    path.write_bytes(head + struct.pack("<IQ", 8, len(data)) + data)
+    assert GgufFile(path).metadata == {"k": data.decode(errors="replace")}
+
+
+def test_lists_share_the_limit_of_a_header(tmp_path):
+    def key(name: bytes, count: int) -> bytes:
+        return struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, 0, count) + bytes(count)
+
+    path = tmp_path / "lists.gguf"
+    for second, refused_ in ((1_500_000, False), (1_500_001, True)):
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + key(b"a", 1_500_000) + key(b"b", second))
+        if refused_:
+            with pytest.raises(ValueError, match="has 1500001 values in arrays, where 1500000 are the most"):
+                GgufFile(path)
+        else:
+            assert len(GgufFile(path).metadata["b"]) == second
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -388,11 +466,15 @@ def test_dtype_must_be_floating(tiny_gguf):
         attnpack.CausalLM.from_gguf(tiny_gguf(), dtype=torch.int8)
 
 
-def test_missing_gguf_package(tiny_gguf, monkeypatch):
+def test_missing_gguf_package(tiny_gguf, monkeypatch, tmp_path):
+    """It is needed for the types that C++ does not read, and for no other."""
     path = tiny_gguf()
+    write_type(tmp_path / "one.gguf", "IQ4_XS", rows=1)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match="pip install gguf"):
-        attnpack.CausalLM.from_gguf(path)
+    attnpack.CausalLM.from_gguf(path)
+    for load in (GgufFile, attnpack.CausalLM.from_gguf):
+        with pytest.raises(ImportError, match=r"one.gguf: has tensors of GGUF type 23, .* `pip install gguf`"):
+            load(tmp_path / "one.gguf")
 
 
 def test_missing_model_package(monkeypatch):

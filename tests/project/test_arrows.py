@@ -33,7 +33,7 @@ INCLUDES = {
     "cache": ["core", "ops", "ops/detail", "cache/detail"],
     "cache/detail": ["core", "ops/detail", "cache"],
     "weights": ["weights/detail"],
-    "weights/detail": ["core"],
+    "weights/detail": ["core", "ops"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "weights", "modules/detail"],
     "modules/detail": ["core", "layers", "cache", "modules", "modules/recurrent"],
     "modules/attention": [
@@ -44,7 +44,7 @@ INCLUDES = {
         *("core", "ops", "rope", "layers", "cache", "modules", "modules/attention", "modules/recurrent"),
         *("modules/detail", "weights/detail", "models/detail"),
     ],
-    "models/detail": ["core", "modules", "weights/detail", "models"],
+    "models/detail": ["core", "modules", "modules/detail", "weights/detail", "models"],
     "distributed": [
         *("core", "ops", "layers", "cache", "modules", "modules/attention", "models", "distributed/detail"),
     ],

@@ -11,6 +11,8 @@ namespace attnpack {
 
 // "get the checkpoint again", the usual advice.
 inline constexpr const char* kGetAgain = "get the checkpoint again";
+// The end of a sentence about a file that contradicts itself.
+inline constexpr const char* kDamaged = "; the file is damaged, get it again";
 
 template <typename... Words>
 void refuse_unless(bool condition, const Words&... words) {

@@ -1,5 +1,7 @@
 #include <attnpack/weights/detail/json.h>
 
+#include <cmath>
+
 #include <nlohmann/json.hpp>
 
 #include <attnpack/weights/detail/file_errors.h>
@@ -31,7 +33,13 @@ struct Appender {
   void operator()(bool value) const { text += value ? "True" : "False"; }
   void operator()(int64_t number) const { text += std::to_string(number); }
   void operator()(uint64_t number) const { text += std::to_string(number); }
-  void operator()(double number) const { text += nlohmann::json(number).dump(); }
+  void operator()(double number) const {
+    // JSON has no such numbers, metadata of GGUF files have.
+    text += std::isfinite(number) ? nlohmann::json(number).dump()
+            : std::isnan(number)  ? "nan"
+            : number < 0          ? "-inf"
+                                  : "inf";
+  }
   void operator()(const std::string& words) const { text += in_quotes(words.substr(0, kEnough)); }
   void operator()(const Json::List& list) const {
     append_items(text, list, "[]", [&](const Json& item) { append(text, item); });

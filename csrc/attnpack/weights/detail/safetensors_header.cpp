@@ -8,8 +8,6 @@ namespace attnpack {
 
 namespace {
 
-constexpr const char* kDamaged = "; the file is damaged, get it again";
-
 using Text = std::string;
 
 void check_metadata(const std::string& path, const Json& metadata) {
