@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint64_t kMostGgufKeys = 1 << 16, kMostGgufTensors = 1 << 16;
 constexpr uint64_t kArrayCost = 10;         // of an array in an array, in items
-constexpr uint32_t kMostGgufDims = 4;           // as in ggml
+constexpr uint32_t kMostGgufDims = 4;       // as in ggml
 constexpr int kDeepestArray = 16;           // arrays in arrays
 constexpr uint64_t kHeaderPiece = 1 << 20;  // bytes of the header that are read at a time
 
