@@ -30,7 +30,7 @@ struct GgufOtherTypes {
 // "Q4_0"; for an unknown type its number.
 std::string gguf_type_name(uint32_t type);
 
-// Raises a c10::ValueError that begins with `path` for a type that can't be widened.
+// Raises a c10::ValueError that begins with `path` for a type that cannot be widened.
 GgufBlock gguf_block(const std::string& path, uint32_t type, const GgufOtherTypes& others);
 
 // The numbers of rows of that type.
