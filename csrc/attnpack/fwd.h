@@ -122,6 +122,7 @@ struct FromHfOptions;
 struct GatedConvolutionOptions;
 struct GatedDeltaNetOptions;
 struct GenerateOptions;
+struct GgufOptions;
 struct KimiDeltaAttentionOptions;
 struct LayerInputTableOptions;
 struct LayerNormOptions;
