@@ -40,12 +40,12 @@ void register_gguf_file(py::module_& m) {
             GgufOtherTypes others{std::move(block), std::move(widen)};
             return without_gil([&] { return std::make_shared<GgufFile>(path, std::move(others)); });
           }))
-      .def_property_readonly("metadata", [](const GgufFile& self) { return to_python_value({self.metadata()}); })
+      .def_property_readonly("metadata", [](const GgufFile& self) { return JsonToPython()(self.metadata()); })
       .def_property_readonly("metadata_places", &metadata_places_of)
       .def_property_readonly("tensors", &tensors_of)
       .def_property_readonly("alignment", &GgufFile::alignment)
       .def("check_model", &GgufFile::check_model)
-      .def("blocks", &GgufFile::blocks)
+      .def("blocks", &GgufFile::blocks, py::call_guard<py::gil_scoped_release>())
       .def("read", &GgufFile::read, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -26,8 +26,8 @@ void register_gguf_model(py::module_& m) {
       .def_property_readonly("architecture", &GgufCheckpoint::architecture)
       .def_property_readonly("config", [](const GgufCheckpoint& self) { return options_dict(self.options()); })
       .def_property_readonly("shapes", [](const GgufCheckpoint& self) { return as_tuples(self.shapes()); })
-      .def("read", &GgufCheckpoint::read)
-      .def("blocks", &GgufCheckpoint::blocks);
+      .def("read", &GgufCheckpoint::read, py::call_guard<py::gil_scoped_release>())
+      .def("blocks", &GgufCheckpoint::blocks, py::call_guard<py::gil_scoped_release>());
   m.def("may_be_stored", &may_be_stored);
   m.def("causal_lm_from_gguf", [](const std::string& path, at::ScalarType dtype, std::optional<int64_t> positions,
                                   const std::string& weights) {

@@ -2,6 +2,7 @@
 writes them, against transformers."""
 
 import copy
+import os
 
 import attnpack
 import gguf_models
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from attnpack.checkpoints.gguf import GgufCheckpoint
 from families import peer_from, with_noise
 from newer_families import RMS
 
@@ -94,6 +96,20 @@ def test_keys_of_layers_that_read_others_are_not_read(tmp_path):
     assert len(more) == 3
     tensors |= {t: a * np.nan for t, a in more.items()}
     gguf_models.check_against(theirs, gguf_models.write(tmp_path / "x", arch, metadata, tensors))
+
+
+def test_a_tensor_is_read_again_after_another_could_not_be(tmp_path):
+    arch, _, metadata, tensors = case("gemma4")
+    path = gguf_models.write(tmp_path / "x", arch, metadata, tensors)
+    checkpoint, numbers = GgufCheckpoint(path), torch.empty(1)
+    first, last = (f"model.layers.{layer}.tail.scalar" for layer in (0, 5))
+    checkpoint.read(first, numbers)
+    wanted = numbers.clone()
+    os.truncate(path, checkpoint.file.tensors["blk.5.layer_output_scale.weight"].offset)
+    with pytest.raises(ValueError, match=r"blk\.5\.layer_output_scale\.weight cannot be read"):
+        checkpoint.read(last, numbers)
+    checkpoint.read(first, numbers)
+    assert torch.equal(numbers, wanted)
 
 
 @torch.no_grad()

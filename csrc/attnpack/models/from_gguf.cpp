@@ -31,12 +31,12 @@ StateDict stored_weights(const CausalLMImpl& model, const GgufCheckpoint& checkp
 }  // namespace
 
 CausalLM causal_lm_from_gguf(const std::string& path, const GgufOptions& options) {
-  check_load_options(options.dtype(), options.max_positions());
   ATTNPACK_CHECK(options.weights() == "expanded" || options.weights() == "stored", "weights: got '", options.weights(),
                  "', want 'expanded' or 'stored'");
   const bool stored = options.weights() == "stored";
   ATTNPACK_CHECK(!stored || options.device().is_cpu(), "device: got ", options.device(),
                  ", want cpu: only the CPU multiplies weights as they are stored");
+  check_load_options(options.dtype(), options.device(), options.max_positions());
   return naming(path, "cannot be loaded", kLoadAgain, [&] {
     const GgufCheckpoint checkpoint(std::make_shared<const GgufFile>(path), options.max_positions());
     check_checkpoint_tensors(path, checkpoint.shapes(), checkpoint.options());

@@ -7,7 +7,7 @@
 namespace attnpack {
 
 CausalLM causal_lm_from_hf(const std::string& directory, const FromHfOptions& options) {
-  check_load_options(options.dtype(), options.max_positions());
+  check_load_options(options.dtype(), options.device(), options.max_positions());
   return naming(directory, "cannot be loaded", kLoadAgain, [&] {
     const HfCheckpoint checkpoint(directory, options.max_positions());
     check_checkpoint_tensors(directory, checkpoint.shapes(), checkpoint.options());

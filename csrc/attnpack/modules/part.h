@@ -135,6 +135,7 @@ class Container : public torch::nn::Cloneable<Derived> {
       copy->replace_module(name, part.module());
     });
     tie_as(*this, *copy);
+    copy_requires_grad(*this, *copy);
     return copy;
   }
 

@@ -46,8 +46,9 @@ at::Tensor as_pairs(const at::Tensor& weight, int64_t heads) {
   return weight.view({heads, 2, kTinyHeadDim / 2, -1}).transpose(1, 2).reshape(weight.sizes());
 }
 
-// The file of a model, as numbers or with its matrices in Q8_0.
-std::string file_of(const CausalLM& model, bool in_blocks, const char* architecture = "llama") {
+// The file of a model, as numbers or with its matrices in Q8_0. `fused`: layer 1 has its projections a second time, in
+// one tensor.
+std::string file_of(const CausalLM& model, bool in_blocks, const char* architecture = "llama", bool fused = false) {
   GgufBytes file;
   const std::string prefix = std::string(architecture) + ".";
   file.add("general.architecture", architecture)
@@ -70,6 +71,8 @@ std::string file_of(const CausalLM& model, bool in_blocks, const char* architect
       file.add_tensor(name_in_file(name), numbers);
     }
   }
+  if (fused)
+    file.add_tensor("blk.1.attn_qkv.weight", at::zeros({(kTinyHeads + 2 * kTinyKvHeads) * kTinyHeadDim, kTinyWidth}));
   return file.bytes();
 }
 
@@ -108,9 +111,11 @@ TEST_CASE("stored weights of a GGUF file stay as the file holds them") {
     blocks += is_stored(tensor);
   }
   REQUIRE(blocks == 15);  // seven of each layer and the table
-  const torch::NoGradGuard no_grad;
   const auto ids = torch::randint(kTinyVocab, {2, 20});
   REQUIRE(at::allclose(stored(ids), expanded(ids), 1e-10, 1e-10));
+  const auto copy = std::dynamic_pointer_cast<CausalLMImpl>(stored->clone());
+  for (const auto& parameter : copy->parameters()) REQUIRE(!parameter.requires_grad());
+  REQUIRE(at::equal(copy->forward(ids), stored(ids)));
 }
 
 TEST_CASE("what cannot be loaded is refused by name") {
@@ -127,7 +132,13 @@ TEST_CASE("what cannot be loaded is refused by name") {
   REQUIRE(refuses("weights: got 'both', want 'expanded' or 'stored'", whole, GgufOptions().weights("both")));
   REQUIRE(refuses("dtype is Int, wants a floating one", whole, GgufOptions().dtype(at::kInt)));
   REQUIRE(refuses("device: got meta, want cpu", whole, GgufOptions().weights("stored").device(at::kMeta)));
+  REQUIRE(refuses("device: got meta, want one with memory", whole, GgufOptions().device(at::kMeta)));
+  if (!at::hasXPU())
+    REQUIRE(refuses("device: got xpu, want one that this torch and this machine have", whole,
+                    GgufOptions().device(at::kXPU)));
   REQUIRE(refuses("max_positions", whole, GgufOptions().max_positions(0)));
+  REQUIRE(refuses("has blk.1.attn_q.weight and another tensor for the weight model.layers.1.self_attn.q_proj.weight",
+                  file_of(random_llama(), false, "llama", true)));
   auto other = whole;
   other.replace(other.find("blk.1.attn_k.weight"), 19, "blk.1.attn_z.weight");
   REQUIRE(refuses("tensor blk.1.attn_z.weight has no place in the architecture llama", other));

@@ -55,7 +55,7 @@ OneLayer shapes_of_one_layer(const std::string& path, CausalLMOptions options, c
     return true;
   });
   OneLayer made;
-  const auto prefix = c10::str(kLayers, layers.size() - 1, ".");
+  const auto prefix = std::string(kLayers) + std::to_string(layers.size() - 1) + ".";
   for (const auto& [name, shape] : shapes) {
     if (name.starts_with(prefix))
       made.layer[name.substr(prefix.size())] = shape;
@@ -82,7 +82,8 @@ Shapes expected_shapes(const std::string& path, uint64_t num_tensors, const Caus
     refuse_unless(expected.size() <= 2 * num_tensors + 1000, path, ": its configuration asks for ",
                   options.num_layers(), " layers, of which ", layer, " have ", expected.size(), " tensors, but it has ",
                   num_tensors, "; the configuration is of another checkpoint, get both again");
-    for (const auto& [name, shape] : kinds[kind].layer) expected[c10::str(kLayers, layer, ".", name)] = shape;
+    for (const auto& [name, shape] : kinds[kind].layer)
+      expected[std::string(kLayers) + std::to_string(layer) + "." + name] = shape;
     expected.insert(kinds[kind].outside.begin(), kinds[kind].outside.end());
   }
   return expected;

@@ -42,6 +42,7 @@ GgufCheckpoint::GgufCheckpoint(std::shared_ptr<const GgufFile> file, std::option
 void GgufCheckpoint::read(const std::string& name, const at::Tensor& out) const {
   const auto& piece = pieces_.at(name);
   if (piece.recipe) {
+    const std::lock_guard lock(making_);
     out.copy_(made_of(piece, false)->at(piece.target));
     return;
   }
@@ -54,6 +55,7 @@ std::optional<at::Tensor> GgufCheckpoint::blocks(const std::string& name) const 
   if (piece.shape.size() != 2) return std::nullopt;
   if (piece.recipe) {
     if (!piece.recipe->rows) return std::nullopt;
+    const std::lock_guard lock(making_);
     const auto& made = made_of(piece, true);
     return made ? std::optional(made->at(piece.target).contiguous()) : std::nullopt;
   }
@@ -66,6 +68,7 @@ const GgufCheckpoint::Made& GgufCheckpoint::made_of(const GgufPiece& piece, bool
   const std::pair key{piece.sources, as_blocks};
   if (last_ == key) return made_;
   made_.reset();
+  last_ = {};  // a source may raise
   std::vector<at::Tensor> stored;
   for (const auto& name : piece.sources)
     if (const auto found = source(name, as_blocks)) stored.push_back(*found);

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -42,6 +43,7 @@ class GgufCheckpoint {
   const GgufFamily& family_;
   GgufPieces pieces_;
   CausalLMOptions options_;
+  mutable std::mutex making_;  // guards last_ and made_
   mutable std::pair<std::vector<std::string>, bool> last_;
   mutable Made made_;
 };

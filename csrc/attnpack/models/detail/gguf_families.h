@@ -30,8 +30,8 @@ struct GgufFamily {
   bool windows = false;                                        // `configure` says the window of each layer
   std::set<std::string> listed = {};                           // settings that may list a number for each layer
   GgufRecipes (*recipes)(const GgufSettings& file) = nullptr;
-  // How the names of tensors begin that nothing reads.
-  std::vector<std::string> (*unread)(const GgufSettings& file) = nullptr;
+  // How the names of tensors begin that nothing reads; none of these begins with another.
+  std::set<std::string> (*unread)(const GgufSettings& file) = nullptr;
 };
 using GgufFamilies = std::vector<GgufFamily>;
 

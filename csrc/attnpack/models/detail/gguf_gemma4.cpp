@@ -51,7 +51,7 @@ void set_layers(const GgufSettings& file, Options& o) {
       file.check(source >= 0, file.full("attention.shared_kv_layers"), " = ", count - own,
                  " leaves no layer of the kind of layer ", i, " with keys of its own");
       layer.kv_from(source);
-    } else if (!file.has_shape(c10::str("model.layers.", i, ".self_attn.v_proj.weight"))) {
+    } else if (!file.has_shape("model.layers." + std::to_string(i) + ".self_attn.v_proj.weight")) {
       layer.keys_as_values(true);
     }
     o.layer_settings().push_back(layer);
@@ -85,11 +85,12 @@ GgufRecipes gemma4_recipes(const GgufSettings&) {
 }
 
 // Keys and values that some files have for layers that read those of others.
-std::vector<std::string> unread_of_gemma4(const GgufSettings& file) {
+std::set<std::string> unread_of_gemma4(const GgufSettings& file) {
   const auto layers = file.size("block_count"), shared = count_shared(file);
-  std::vector<std::string> names;
+  std::set<std::string> names;
   for (int64_t i = layers - shared; i < layers; ++i)
-    for (const char* name : {"attn_k", "attn_v", "attn_k_norm"}) names.push_back(c10::str("blk.", i, ".", name, "."));
+    for (const char* name : {"attn_k", "attn_v", "attn_k_norm"})
+      names.insert("blk." + std::to_string(i) + "." + name + ".");
   return names;
 }
 

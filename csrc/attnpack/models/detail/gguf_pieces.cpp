@@ -30,6 +30,8 @@ const GgufNames kLlama{{"attn_norm", "input_layernorm"},    {"attn_q", "self_att
 // --fuse-gate-up-exps.
 const Words kQkv{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"};
 const Words kFusedExperts{"mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"};
+// Weights of a model, each expert's on its own, so that a lie costs little; Kimi K2 has 70,000.
+constexpr size_t kMostPieces = 1 << 18;
 
 // A name in the file: "blk.3.attn_q.weight" is attn_q.weight of layer 3.
 struct StoredName {
@@ -75,10 +77,10 @@ class PieceFinder {
 
   GgufPieces find() {
     static const std::set<std::string> no_weights{kRopeFreqs, "rope_factors_short.weight", "rope_factors_long.weight"};
-    const auto unread = family_.unread ? family_.unread(file_) : Words();
+    const auto unread = family_.unread ? family_.unread(file_) : std::set<std::string>();
     const auto is_unread = [&](const std::string& name) {
-      return std::any_of(unread.begin(), unread.end(),
-                         [&](const auto& beginning) { return name.starts_with(beginning); });
+      const auto next = unread.upper_bound(name);
+      return next != unread.begin() && name.starts_with(*std::prev(next));
     };
     for (const auto& [name, tensor] : file_.file().tensors()) {
       const StoredName stored(name);
@@ -120,7 +122,13 @@ class PieceFinder {
     file_.check(has_one, "tensor ", excerpt(name), " has no place in the architecture ", file_.architecture());
   }
 
-  void put(const std::string& name, GgufPiece piece) { pieces_.insert_or_assign(name, std::move(piece)); }
+  void put(const std::string& name, GgufPiece piece) {
+    const auto [place, is_new] = pieces_.try_emplace(name, std::move(piece));
+    file_.check(is_new, "has ", excerpt(place->second.sources[0]), " and another tensor for the weight ", excerpt(name),
+                "; get the file again");
+    file_.check(pieces_.size() <= kMostPieces, "its tensors hold more than ", kMostPieces,
+                " weights; the file is damaged, get it again");
+  }
 
   // They come with the first of the recipe's sources; the others give none.
   void add_made(const std::string& name, const StoredName& stored, const std::shared_ptr<const GgufRecipe>& recipe) {
@@ -148,7 +156,7 @@ class PieceFinder {
       for (const auto& source : sources)
         stored.push_back(at::empty(file_.file().tensor(source).shape, at::TensorOptions().device(at::kMeta)));
       for (const auto& made : recipe.make(stored)) shapes.push_back(made.sizes().vec());
-    } catch (const std::exception&) {  // with Python its functions may stand behind meta tensors
+    } catch (const std::exception&) {  // of meta tensors also other errors than torch's, where Python computes them
       fits = false;
     }
     file_.check(fits, given, ", which its configuration does not fit; get the file again");

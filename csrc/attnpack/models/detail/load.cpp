@@ -7,10 +7,16 @@
 
 namespace attnpack {
 
-void check_load_options(at::ScalarType dtype, const std::optional<int64_t>& max_positions) {
+void check_load_options(at::ScalarType dtype, at::Device device, const std::optional<int64_t>& max_positions) {
   ATTNPACK_CHECK(at::isFloatingType(dtype) && c10::elementSize(dtype) > 1, "dtype is ", dtype,
                  ", wants a floating one such as at::kFloat");
   if (max_positions) check_size("max_positions", *max_positions);
+  ATTNPACK_CHECK(!device.is_meta(), "device: got meta, want one with memory, such as at::kCPU");
+  try {
+    at::empty({0}, at::TensorOptions().device(device));
+  } catch (const c10::Error&) {  // torch's sentence is a page about its builds
+    ATTNPACK_CHECK(false, "device: got ", device, ", want one that this torch and this machine have, such as at::kCPU");
+  }
 }
 
 CausalLM empty_model(CausalLMOptions options, at::ScalarType dtype) {

@@ -12,7 +12,7 @@ namespace attnpack {
 inline constexpr const char* kLoadAgain = "get the checkpoint again, or give another";
 
 // Raises for options that no model can have.
-void check_load_options(at::ScalarType dtype, const std::optional<int64_t>& max_positions);
+void check_load_options(at::ScalarType dtype, at::Device device, const std::optional<int64_t>& max_positions);
 
 // A model without numbers.
 CausalLM empty_model(CausalLMOptions options, at::ScalarType dtype);

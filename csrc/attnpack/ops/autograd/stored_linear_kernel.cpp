@@ -13,7 +13,7 @@ using at::Tensor;
 void refuse_stored_gradients(const Tensor& x) {
   TORCH_CHECK(!wants_formula({&x}) && !torch::autograd::compute_requires_grad(x),
               "attnpack: a layer of stored weights has no gradient, but its input or bias wants one. ",
-              "Compute under torch.no_grad(), or load the weights expanded to train them");
+              "Compute under torch.no_grad() (in C++ torch::NoGradGuard), or load the weights expanded to train them");
 }
 
 Tensor stored_linear_autograd(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

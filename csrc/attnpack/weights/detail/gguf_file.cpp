@@ -147,12 +147,15 @@ std::optional<at::Tensor> GgufFile::blocks(const std::string& name, int64_t firs
   if (!layout || described.shape.size() < 2) return std::nullopt;
   check_rows(name, first, rows);
   const auto failed = c10::str("tensor ", excerpt(name), " cannot be mapped");
-  if (!mapped_) mapped_ = naming(path_, failed.c_str(), kGetFileAgain, [&] { return file_->map(); });
-  auto* const data = mapped_.get() + described.offset + first * described.row_bytes;
+  const auto mapped = naming(path_, failed.c_str(), kGetFileAgain, [&] {
+    const std::lock_guard lock(mapping_);
+    return mapped_ ? mapped_ : mapped_ = file_->map();
+  });
+  auto* const data = mapped.get() + described.offset + first * described.row_bytes;
   const auto blocks = static_cast<int64_t>(described.row_bytes) / layout->bytes;
   refuse_unless(are_scales_finite(*layout, data, rows * blocks), path_, ": tensor ", excerpt(name),
                 " has a scale that is not finite", kDamaged);
-  return at::from_blob(data, {rows, blocks, layout->bytes}, [kept = mapped_](void*) {}, bytes_on_cpu());
+  return at::from_blob(data, {rows, blocks, layout->bytes}, [mapped](void*) {}, bytes_on_cpu());
 }
 
 void GgufFile::read(const std::string& name, const at::Tensor& out, int64_t first) const {

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -67,6 +68,7 @@ class GgufFile {
   std::map<std::string, GgufTensor> tensors_;
   std::vector<std::string> names_;
   uint64_t alignment_ = 32;
+  mutable std::mutex mapping_;
   mutable std::shared_ptr<char> mapped_;
 };
 
