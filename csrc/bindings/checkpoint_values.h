@@ -6,7 +6,7 @@
 
 namespace attnpack {
 
-// What files say, as Python's values.
+// Values of JSON and of metadata as Python's.
 inline py::object to_python_value(const Json& json);
 
 struct JsonToPython {

@@ -138,6 +138,16 @@ READ_ONLY = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ3_S", "IQ4_NL
 WRITTEN = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0"]
 
 
+def write_bytes(path, kind: gguf.GGMLQuantizationType, data: np.ndarray) -> None:
+    """A file with the tensor "x" of these bytes."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_type(path, kind: str, rows: int) -> np.ndarray:
     """A file with the tensor "x" [rows, 512] of that type, and the tensor's bytes."""
     kind, generator = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
@@ -146,12 +156,7 @@ def write_type(path, kind: str, rows: int) -> np.ndarray:
         data = generator.integers(0, 60, (rows, 512 // block * size), dtype=np.uint8)
     else:
         data = gguf.quants.quantize(generator.standard_normal((rows, 512)).astype(np.float32), kind)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("x", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_bytes(path, kind, data)
     return data
 
 
@@ -170,12 +175,7 @@ def test_mxfp4_with_any_scale_is_what_the_package_reads(tmp_path):
     path, kind = tmp_path / "one.gguf", gguf.GGMLQuantizationType.MXFP4
     data = np.random.default_rng(0).integers(0, 256, (256, 17), dtype=np.uint8)
     data[:, 0] = range(256)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("x", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_bytes(path, kind, data)
     out = torch.empty(256, 32)
     GgufFile(path).read("x", out)
     with np.errstate(over="ignore"):

@@ -13,8 +13,8 @@ namespace {
 // Whether the weight of that module may be stored.
 bool is_storable(const std::string& name, const torch::nn::Module& module) {
   const auto leaf = name.substr(name.rfind('.') + 1);
-  if (dynamic_cast<const LinearImpl*>(&module)) return may_be_stored(leaf);
-  return dynamic_cast<const EmbeddingImpl*>(&module) && leaf == "embed_tokens";
+  const bool is_table = dynamic_cast<const EmbeddingImpl*>(&module);
+  return (is_table || dynamic_cast<const LinearImpl*>(&module)) && may_be_stored(leaf, is_table);
 }
 
 // The weights that stay as the file holds them.

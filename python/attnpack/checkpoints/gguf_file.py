@@ -45,7 +45,7 @@ class GgufFile:
         self.path = as_path("path", path)
         name = str(self.path)
         self.opened = checkpoints.GgufFile(name, functools.partial(block_size, name), widen)
-        """What C++ has opened."""
+        """The file as C++ has opened it."""
         self.alignment: int = self.opened.alignment  # of each tensor in the file
         self.tensors = {name: GgufTensor(*described) for name, described in self.opened.tensors.items()}
 

@@ -123,9 +123,10 @@ def storable_layers(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules(remove_duplicate=False):
         leaf = name.rpartition(".")[2]
-        linear = type(module) is nn.Linear and checkpoints.may_be_stored(leaf)
-        table = type(module) is nn.Embedding and leaf == "embed_tokens"
-        if (linear or table) and type(module.weight) in (Tensor, nn.Parameter):
+        is_table = type(module) is nn.Embedding
+        if not is_table and type(module) is not nn.Linear:
+            continue
+        if checkpoints.may_be_stored(leaf, is_table) and type(module.weight) in (Tensor, nn.Parameter):
             names.append(name)
     return names
 

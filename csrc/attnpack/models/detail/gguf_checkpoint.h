@@ -2,11 +2,11 @@
 
 #include <attnpack/models/detail/gguf_pieces.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace attnpack {
@@ -17,7 +17,6 @@ class GgufCheckpoint {
   // Checks settings and sizes; check_checkpoint_tensors compares all shapes.
   explicit GgufCheckpoint(std::shared_ptr<const GgufFile> file, std::optional<int64_t> max_positions = std::nullopt);
 
-  const std::string& path() const { return settings_.path(); }
   const std::string& architecture() const { return settings_.architecture(); }
   const CausalLMOptions& options() const { return options_; }
   // By the names of the state dict.
@@ -29,10 +28,11 @@ class GgufCheckpoint {
   std::optional<at::Tensor> blocks(const std::string& name) const;
 
  private:
-  // What a recipe makes of its sources, as numbers or as blocks; none if a source has no blocks.
+  // The tensors that a recipe makes, as numbers or as blocks. None if a source has no blocks.
   using Made = std::optional<std::vector<at::Tensor>>;
 
-  // What the piece's recipe makes. It is kept until another recipe is asked for, so that each source is read once.
+  // Makes the tensors of the piece's recipe. They are kept until another recipe is asked for, so that each source is
+  // read once.
   const Made& made_of(const GgufPiece& piece, bool as_blocks) const;
   std::optional<at::Tensor> source(const std::string& name, bool as_blocks) const;
   // How many heads a weight has whose rows the file stores by RoPE pairs, (2i, 2i + 1) of a head, where Hugging Face

@@ -34,16 +34,15 @@ const std::vector<std::string> kUnsupportedKeys{"attn_logit_softcapping",
 // Widths of a head that must be head_dim.
 constexpr const char* kWidths[] = {"attention.value_length", "attention.key_length_swa", "attention.value_length_swa",
                                    "rope.dimension_count", "rope.dimension_count_swa"};
-constexpr const char* kHeadCounts = "head counts that differ from layer to layer are not supported";
 
 // The heads of keys; where layers differ in them, the most of a layer.
 int64_t num_kv_heads(const GgufSettings& file, const GgufFamily& family, int64_t num_layers, int64_t num_heads) {
   const std::string key = "attention.head_count_kv";
   if (!file.is_list(key)) return file.size(key, num_heads);
-  file.check(family.listed.count(key), kHeadCounts);
+  file.check(family.listed.count(key), kUnequalHeads);
   const auto counts = file.by_layer(key, num_layers, std::nullopt, 0);
   const auto most = *std::max_element(counts.begin(), counts.end());
-  file.check(most >= 1, kHeadCounts);
+  file.check(most >= 1, kUnequalHeads);
   return most;
 }
 
@@ -71,9 +70,8 @@ std::optional<Window> window_of_all(const GgufSettings& file, int64_t positions)
 }
 
 void check_usual(const GgufSettings& file, const GgufFamily& family, int64_t head_dim) {
-  const auto& causal = file.get("attention.causal");
-  file.check(causal.is_null() || (causal.as<bool>() && *causal.as<bool>()), file.full("attention.causal"), " is ",
-             excerpt(shown(causal)), ", wants True: every token sees only those before it here");
+  file.check(file.is_usual("attention.causal", true), file.full("attention.causal"), " is ",
+             excerpt(shown(file.get("attention.causal"))), ", wants True: every token sees only those before it here");
   for (const char* key : kWidths) {
     const auto& value = file.get(key);
     if (value.is_null() || family.settings.count(key)) continue;
@@ -123,10 +121,14 @@ int64_t further_layers(const GgufSettings& file, const GgufFamily& family) {
   return count;
 }
 
+int64_t width_of_head(const GgufSettings& file) {
+  return file.size("attention.key_length", file.size("embedding_length") / file.size("attention.head_count"));
+}
+
 GgufSizes gguf_sizes(const GgufSettings& file, const GgufFamily& family) {
   for (const auto& key : kUnsupportedKeys)
     if (!family.settings.count(key)) file.refuse({key});
-  file.check(!file.is_list("attention.head_count"), kHeadCounts);
+  file.check(!file.is_list("attention.head_count"), kUnequalHeads);
   GgufSizes sizes{};
   sizes.embed_dim = file.size("embedding_length");
   sizes.num_heads = file.size("attention.head_count");
@@ -134,7 +136,7 @@ GgufSizes gguf_sizes(const GgufSettings& file, const GgufFamily& family) {
   const auto num_tensors = file.file().tensors().size();
   check_sizes(file.path(), num_tensors, sizes.num_layers, 1, 1);  // before there is a list with one for each layer
   sizes.num_kv_heads = num_kv_heads(file, family, sizes.num_layers, sizes.num_heads);
-  sizes.head_dim = file.size("attention.key_length", sizes.embed_dim / sizes.num_heads);
+  sizes.head_dim = width_of_head(file);
   check_sizes(file.path(), num_tensors, sizes.num_layers, std::max(sizes.num_heads, sizes.num_kv_heads),
               sizes.head_dim);
   return sizes;

@@ -24,8 +24,8 @@ GgufNames correction_names();  // of the choice of experts
 GgufNames latent_names();      // latent attention
 GgufNames sandwich_names();    // norms before and behind attention and feed-forward
 
-// Values of expert_gating_func.
-inline constexpr int64_t kSoftmax = 1, kSigmoid = 2;
+// Values of expert_gating_func: of all experts, or of those chosen.
+inline constexpr int64_t kSoftmax = 1, kSigmoid = 2, kSoftmaxOfChosen = 3;
 // Experts that softmax scores, without groups.
 MixtureOfExpertsOptions plain_experts(const GgufSettings& file, bool normalize);
 // Experts that sigmoid scores, without groups.
@@ -39,6 +39,9 @@ bool is_corrected(const GgufSettings& file);
 // The first leading_dense_block_count layers have no experts.
 void set_first_dense(const GgufSettings& file, CausalLMOptions& options);
 
+inline constexpr const char* kUnequalHeads = "head counts that differ from layer to layer are not supported";
+// The dims of a head.
+int64_t width_of_head(const GgufSettings& file);
 // The first dims of a head that rotate, if not all do.
 void set_rotated_part(const GgufSettings& file, CausalLMOptions& options);
 // Whether each layer has the window: the file lists it, or all but the last of each `period` do.
@@ -52,6 +55,6 @@ void set_latent(const GgufSettings& file, CausalLMOptions& options);
 // Granite's factors on embeddings, residuals, scores and logits, and whether it rotates.
 void configure_granite(const GgufSettings& file, CausalLMOptions& options);
 void configure_granite_experts(const GgufSettings& file, CausalLMOptions& options);
-std::set<std::string> granite_settings();
+std::set<std::string> granite_settings(bool experts = false);
 
 }  // namespace attnpack

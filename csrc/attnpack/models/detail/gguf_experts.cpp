@@ -8,9 +8,13 @@ namespace attnpack {
 
 namespace {
 
+void check_count(const GgufSettings& file, const char* key, int64_t count) {
+  file.check(count <= kMostExperts, file.full(key), " is ", count, ", wants at most ", kMostExperts);
+}
+
 MixtureOfExpertsOptions usual_experts(const GgufSettings& file, bool normalize) {
   const auto used = file.size("expert_used_count"), count = file.size("expert_count");
-  file.check(count <= kMostExperts, file.full("expert_count"), " is ", count, ", wants at most ", kMostExperts);
+  check_count(file, "expert_count", count);
   const auto* key = "expert_feed_forward_length";
   const auto width = file.is_set(key) ? file.size(key) : std::max<int64_t>(file.size("feed_forward_length") / used, 1);
   return MixtureOfExpertsOptions(1, file.size(key, width), count, used).normalize(normalize);
@@ -19,9 +23,8 @@ MixtureOfExpertsOptions usual_experts(const GgufSettings& file, bool normalize) 
 MixtureOfExpertsOptions without_groups(const GgufSettings& file, bool normalize) {
   file.refuse({"expert_shared_count", "expert_group_count", "expert_group_used_count"}, {0, 1});
   file.refuse({"expert_weights_scale"}, {0, 1});
-  const auto& given = file.get("expert_weights_norm");
-  const bool same = given.is_null() || (given.as<bool>() && *given.as<bool>() == normalize);
-  file.check(same, file.full("expert_weights_norm"), " is not ", normalize ? "True" : "False",
+  const auto* key = "expert_weights_norm";
+  file.check(file.is_usual(key, normalize), file.full(key), " is not ", normalize ? "True" : "False",
              ", which is not supported yet");
   return usual_experts(file, normalize);
 }
@@ -29,7 +32,7 @@ MixtureOfExpertsOptions without_groups(const GgufSettings& file, bool normalize)
 }  // namespace
 
 MixtureOfExpertsOptions plain_experts(const GgufSettings& file, bool normalize) {
-  file.refuse({"expert_gating_func"}, {kSoftmax, 3});  // of all experts, or of those chosen
+  file.refuse({"expert_gating_func"}, {kSoftmax, kSoftmaxOfChosen});
   return without_groups(file, normalize);
 }
 
@@ -53,8 +56,7 @@ MixtureOfExpertsOptions grouped_experts(const GgufSettings& file, bool normalize
       .top_groups(file.size("expert_group_used_count", 1))
       .correction(is_corrected(file));
   if (const auto shared = file.size_if_set("expert_shared_count")) {
-    file.check(*shared <= kMostExperts, file.full("expert_shared_count"), " is ", *shared, ", wants at most ",
-               kMostExperts);
+    check_count(file, "expert_shared_count", *shared);
     options.shared_dim(width * *shared);
   }
   return options;

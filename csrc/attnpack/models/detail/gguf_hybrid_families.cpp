@@ -12,22 +12,12 @@ namespace attnpack {
 namespace {
 using Options = CausalLMOptions;
 
-// A model with these recurrent layers.
-void set_recurrent(Options& o, const std::vector<bool>& recurrent, const RecurrentSettings& settings) {
-  const auto count = std::count(recurrent.begin(), recurrent.end(), true);
-  if (count == 0) return;
-  o.recurrent(settings);
-  if (count == o.num_layers()) return;
-  auto& layers = layers_of(o);
-  for (int64_t i = 0; i < o.num_layers(); ++i) layers[i].recurrent(recurrent[i]);
-}
-
 // Layers for which attention.head_count_kv lists no heads. A count for all layers says that all attend.
 std::vector<bool> layers_without_keys(const GgufSettings& file, const Options& o) {
   const auto counts = file.by_layer("attention.head_count_kv", o.num_layers(), o.num_heads(), 0);
   std::set<int64_t> kinds(counts.begin(), counts.end());
   kinds.erase(0);
-  file.check(kinds.size() == 1, "head counts that differ from layer to layer are not supported");
+  file.check(kinds.size() == 1, kUnequalHeads);
   std::vector<bool> without(counts.size());
   std::transform(counts.begin(), counts.end(), without.begin(), [](int64_t count) { return count == 0; });
   return without;
@@ -53,13 +43,25 @@ int64_t width_by_head(const GgufSettings& file) {
   return width / heads;
 }
 
+// Sizes by the names that Mamba 2 and GatedDeltaNet share.
+RecurrentSettings ssm_settings(const GgufSettings& file, const char* kind) {
+  return RecurrentSettings()
+      .kind(kind)
+      .num_v_heads(file.size("ssm.time_step_rank"))
+      .num_k_heads(file.size("ssm.group_count"))
+      .head_k_dim(file.size("ssm.state_size"))
+      .head_v_dim(width_by_head(file))
+      .conv_kernel_size(file.size("ssm.conv_kernel"));
+}
+
 void configure_lfm2(const GgufSettings& file, Options& o) {
   file.refuse({"attention.sliding_window"});
-  set_recurrent(o, layers_without_keys(file, o),
-                RecurrentSettings()
-                    .kind("gated_convolution")
-                    .conv_kernel_size(file.size("shortconv.l_cache"))
-                    .bias(file.some_name_ends_with("self_attn.in_proj.bias")));
+  set_recurrent_layers(o,
+                       RecurrentSettings()
+                           .kind("gated_convolution")
+                           .conv_kernel_size(file.size("shortconv.l_cache"))
+                           .bias(file.some_name_ends_with("self_attn.in_proj.bias")),
+                       layers_without_keys(file, o));
   o.bias(false).out_bias(false);
 }
 
@@ -79,16 +81,11 @@ void configure_granite_hybrid(const GgufSettings& file, Options& o) {
     configure_granite_experts(file, o);
   else
     configure_granite(file, o);
-  set_recurrent(o, layers_without_keys(file, o),
-                RecurrentSettings()
-                    .kind("mamba2")
-                    .num_v_heads(file.size("ssm.time_step_rank"))
-                    .num_k_heads(file.size("ssm.group_count"))
-                    .head_k_dim(file.size("ssm.state_size"))
-                    .head_v_dim(width_by_head(file))
-                    .conv_kernel_size(file.size("ssm.conv_kernel"))
-                    .conv_bias(file.some_name_ends_with("self_attn.conv1d.bias"))
-                    .bias(file.some_name_ends_with("self_attn.in_proj.bias")));
+  set_recurrent_layers(o,
+                       ssm_settings(file, "mamba2")
+                           .conv_bias(file.some_name_ends_with("self_attn.conv1d.bias"))
+                           .bias(file.some_name_ends_with("self_attn.in_proj.bias")),
+                       layers_without_keys(file, o));
 }
 
 at::Tensor flat(const at::Tensor& x) { return x.flatten(); }
@@ -104,12 +101,13 @@ GgufRecipes mamba_recipes(const GgufSettings&) {
 void configure_kimi_linear(const GgufSettings& file, Options& o) {
   set_latent(file, o);
   o.position_embedding("none").rope_scaling(std::nullopt);
-  set_recurrent(o, layers_without_keys(file, o),
-                RecurrentSettings()
-                    .kind("kimi_delta_attention")
-                    .num_v_heads(o.num_heads())
-                    .head_k_dim(file.size("kda.head_dim"))
-                    .conv_kernel_size(file.size("ssm.conv_kernel")));
+  set_recurrent_layers(o,
+                       RecurrentSettings()
+                           .kind("kimi_delta_attention")
+                           .num_v_heads(o.num_heads())
+                           .head_k_dim(file.size("kda.head_dim"))
+                           .conv_kernel_size(file.size("ssm.conv_kernel")),
+                       layers_without_keys(file, o));
   o.experts(grouped_experts(file, true, kSigmoid));
   set_first_dense(file, o);
 }
@@ -128,14 +126,7 @@ GgufRecipes kimi_recipes(const GgufSettings&) {
 
 // Norms are stored as 1 + weight. Text has the same place in all sections of the rotated dims.
 void configure_qwen(const GgufSettings& file, Options& o) {
-  set_recurrent(o, all_but_each(file, o),
-                RecurrentSettings()
-                    .kind("gated_delta_net")
-                    .num_k_heads(file.size("ssm.group_count"))
-                    .num_v_heads(file.size("ssm.time_step_rank"))
-                    .head_k_dim(file.size("ssm.state_size"))
-                    .head_v_dim(width_by_head(file))
-                    .conv_kernel_size(file.size("ssm.conv_kernel")));
+  set_recurrent_layers(o, ssm_settings(file, "gated_delta_net"), all_but_each(file, o));
   o.scores(ScoreSettings().gate("element"));
   set_rotated_part(file, o);
 }
@@ -147,9 +138,9 @@ void configure_qwen_experts(const GgufSettings& file, Options& o) {
 
 // Queries of a head that its gate follows.
 GgufRecipe queries_and_gate(const GgufSettings& file) {
-  const auto heads = file.size("attention.head_count");
-  const auto width = file.size("attention.key_length", file.size("embedding_length") / heads);
-  return two_parts("attn_q.weight", "self_attn.q_proj.weight", "self_attn.gate_proj.weight", heads, width, width);
+  const auto width = width_of_head(file);
+  return two_parts("attn_q.weight", "self_attn.q_proj.weight", "self_attn.gate_proj.weight",
+                   file.size("attention.head_count"), width, width);
 }
 
 GgufRecipe shared_gate() {
@@ -213,8 +204,6 @@ const GgufNames kKimiDelta{{"ssm_beta", "self_attn.b_proj"},
 
 GgufFamilies gguf_hybrid_families() {
   const std::set<std::string> counts{"attention.head_count_kv"};
-  auto of_granite = granite_settings();
-  of_granite.insert("expert_count");
   return {
       {.architecture = "lfm2", .configure = configure_lfm2, .names = kShort, .listed = counts, .recipes = lfm2_recipes},
       {.architecture = "lfm2moe",
@@ -227,7 +216,7 @@ GgufFamilies gguf_hybrid_families() {
        .configure = configure_granite_hybrid,
        .names = joined({expert_names(), shared_names(), kMamba}),
        .interleaved = true,
-       .settings = of_granite,
+       .settings = granite_settings(true),
        .listed = counts,
        .recipes = mamba_recipes},
       {.architecture = "qwen35",

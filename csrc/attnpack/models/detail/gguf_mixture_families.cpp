@@ -41,8 +41,10 @@ void configure_llama4(const GgufSettings& file, Options& o) {
 
 }  // namespace
 
-std::set<std::string> granite_settings() {
-  return {"embedding_scale", "residual_scale", "logit_scale", "attention.scale"};
+std::set<std::string> granite_settings(bool experts) {
+  std::set<std::string> settings{"embedding_scale", "residual_scale", "logit_scale", "attention.scale"};
+  if (experts) settings.insert("expert_count");
+  return settings;
 }
 
 void configure_granite(const GgufSettings& file, Options& o) {
@@ -62,14 +64,12 @@ void configure_granite_experts(const GgufSettings& file, Options& o) {
 }
 
 GgufFamilies gguf_mixture_families() {
-  auto of_granite = granite_settings();
-  of_granite.insert("expert_count");
   return {
       {.architecture = "granitemoe",
        .configure = configure_granite_experts,
        .names = joined({expert_names(), shared_names()}),
        .interleaved = true,
-       .settings = of_granite},
+       .settings = granite_settings(true)},
       {.architecture = "minimax-m2",
        .configure = configure_minimax_m2,
        .names = joined({expert_names(), correction_names()}),

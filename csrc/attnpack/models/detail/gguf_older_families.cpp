@@ -55,9 +55,9 @@ void configure_phi3(const GgufSettings& file, Options& o) {
 }
 
 void configure_falcon(const GgufSettings& file, Options& o) {
-  const auto& parallel = file.get("use_parallel_residual");
-  file.check(parallel.is_null() || (parallel.as<bool>() && *parallel.as<bool>()), file.full("use_parallel_residual"),
-             " is ", excerpt(shown(parallel)), ", wants True or no such key");
+  const auto* key = "use_parallel_residual";
+  file.check(file.is_usual(key, true), file.full(key), " is ", excerpt(shown(file.get(key))),
+             ", wants True or no such key");
   const bool two = file.has_shape("model.layers.0.post_attention_layernorm.weight");
   o.layout(two ? "parallel_two" : "parallel").activation("gelu");
 }

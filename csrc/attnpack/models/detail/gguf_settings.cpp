@@ -44,6 +44,12 @@ bool GgufSettings::is_on(const std::string& key, bool usual) const {
   return on ? *on : usual;
 }
 
+bool GgufSettings::is_usual(const std::string& key, bool usual) const {
+  const auto& value = get(key);
+  const auto* on = value.as<bool>();
+  return value.is_null() || (on && *on == usual);
+}
+
 const Json& GgufSettings::required(const std::string& key) const {
   check(is_set(key), "metadata lacks ", full(key), ", or it is 0; the file is damaged");
   return get(key);

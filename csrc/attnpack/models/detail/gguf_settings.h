@@ -33,6 +33,8 @@ class GgufSettings {
   bool is_set(const std::string& key) const;
   // A switch; raises for what is no bool.
   bool is_on(const std::string& key, bool usual) const;
+  // Whether it is absent, or this switch.
+  bool is_usual(const std::string& key, bool usual) const;
   // An int of at least 1; `usual` if it is absent, and an error if there is no usual one.
   int64_t size(const std::string& key, std::optional<int64_t> usual = std::nullopt) const;
   // The same; none if it is absent or 0.

@@ -82,6 +82,10 @@ void set_first_dense(const HfSettings& config, CausalLMOptions& options, const c
 // Checks that hidden_act is silu, or absent.
 void check_silu(const HfSettings& config);
 
+// Recurrent layers with these settings, beside layers that attend.
+void set_recurrent_layers(CausalLMOptions& options, const RecurrentSettings& settings,
+                          const std::vector<bool>& recurrent);
+
 // Experts of that width; `count` is the setting that says how many there are, `usual` and `usual_k` are defaults.
 MixtureOfExpertsOptions experts(const HfSettings& config, int64_t width, const char* count, int64_t usual,
                                 int64_t usual_k);

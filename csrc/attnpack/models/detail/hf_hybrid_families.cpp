@@ -21,15 +21,6 @@ std::vector<bool> recurrent_layers(const HfSettings& config, int64_t layers, std
   return found;
 }
 
-void set_recurrent_layers(Options& o, const RecurrentSettings& settings, const std::vector<bool>& recurrent) {
-  const auto count = std::count(recurrent.begin(), recurrent.end(), true);
-  if (count == 0) return;
-  o.recurrent(settings);
-  if (count == o.num_layers()) return;
-  auto& layers = layers_of(o);
-  for (int64_t layer = 0; layer < o.num_layers(); ++layer) layers[layer].recurrent(recurrent[layer]);
-}
-
 // Sizes of a GatedDeltaNet by the names that its families share.
 RecurrentSettings delta_settings(const HfSettings& config, int64_t key_heads, int64_t value_heads, int64_t key_dim,
                                  int64_t value_dim) {
@@ -70,6 +61,15 @@ RecurrentSettings mamba_settings(const HfSettings& config, const Options& o) {
 }
 
 }  // namespace
+
+void set_recurrent_layers(Options& o, const RecurrentSettings& settings, const std::vector<bool>& recurrent) {
+  const auto count = std::count(recurrent.begin(), recurrent.end(), true);
+  if (count == 0) return;
+  o.recurrent(settings);
+  if (count == o.num_layers()) return;
+  auto& layers = layers_of(o);
+  for (int64_t layer = 0; layer < o.num_layers(); ++layer) layers[layer].recurrent(recurrent[layer]);
+}
 
 void configure_qwen_hybrid(const HfSettings& config, Options& o) {
   check_silu(config);

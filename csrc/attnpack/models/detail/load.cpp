@@ -26,7 +26,9 @@ CausalLM empty_model(CausalLMOptions options, at::ScalarType dtype) {
   return CausalLM(options.factory(factory));
 }
 
-bool may_be_stored(std::string_view layer) { return layer != "kv_b_proj" && layer != "o_a_proj"; }
+bool may_be_stored(std::string_view layer, bool is_table) {
+  return is_table ? layer == "embed_tokens" : layer != "kv_b_proj" && layer != "o_a_proj";
+}
 
 at::Tensor empty_weight(const at::Tensor& parameter, at::ScalarType dtype, at::Device device) {
   return at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype).device(device));

@@ -17,9 +17,9 @@ void check_load_options(at::ScalarType dtype, at::Device device, const std::opti
 // A model without numbers.
 CausalLM empty_model(CausalLMOptions options, at::ScalarType dtype);
 
-// Whether the weight of a linear layer of that name may be stored in blocks. Latent attention multiplies by parts of
-// kv_b_proj, and compressed attention by groups of o_a_proj: these stay numbers.
-bool may_be_stored(std::string_view layer);
+// Whether the weight of a table or of a linear layer of that name may be stored in blocks. Latent attention multiplies
+// by parts of kv_b_proj, and compressed attention by groups of o_a_proj: these stay numbers.
+bool may_be_stored(std::string_view layer, bool is_table);
 
 // A tensor without numbers for a parameter.
 at::Tensor empty_weight(const at::Tensor& parameter, at::ScalarType dtype, at::Device device);

@@ -48,7 +48,7 @@ bool is_one_file(const Json& count) {
          (number && (*number == 0 || *number == 1));
 }
 
-// What a file of that general.type is.
+// The words for a file of that general.type.
 const char* what_is(const std::string& type) {
   static constexpr std::pair<const char*, const char*> kKinds[] = {
       {"adapter", "a LoRA adapter"}, {"imatrix", "an importance matrix"}, {"mmproj", "a multimodal projector"}};

@@ -40,7 +40,7 @@ class GgufFile {
   // The value of that key; none if the file lacks it.
   const Json* find(std::string_view key) const;
   const std::map<std::string, GgufTensor>& tensors() const { return tensors_; }
-  // Of the tensors, in the order of the file.
+  // The names of the tensors, in the order of the file.
   const std::vector<std::string>& names() const { return names_; }
   const GgufTensor& tensor(const std::string& name) const;
   bool has(const std::string& name) const { return tensors_.count(name); }

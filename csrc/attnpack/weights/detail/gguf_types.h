@@ -19,7 +19,7 @@ struct GgufBlock {
   uint64_t numbers, bytes;
 };
 
-// What reads the types that this library does not widen itself: in Python the package gguf, in C++ nothing.
+// Functions for the types that this library does not widen. Python gives those of the package gguf, C++ gives none.
 struct GgufOtherTypes {
   // Raises for a type that it cannot widen either.
   std::function<std::pair<uint64_t, uint64_t>(uint32_t type)> block;
