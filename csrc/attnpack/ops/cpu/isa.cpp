@@ -41,22 +41,9 @@ const Isa& chosen_isa() {
   return isa;
 }
 
-// The last instruction set that is present, unless one is named.
-const Isa& choose_for_bytes() {
-  const Isa* best = &chosen_isa();
-  if (named_isa()) return *best;
-  for (const Isa& isa : kernel_table())
-    if (isa.present) best = &isa;
-  return *best;
-}
-
 }  // namespace
 
 const char* instruction_set() { return chosen_isa().name; }
 const Kernels& kernels_in_use() { return chosen_isa().kernels; }
-const Kernels& byte_kernels() {
-  static const Isa& isa = choose_for_bytes();
-  return isa.kernels;
-}
 
 }  // namespace attnpack

@@ -42,7 +42,7 @@ Tensor widen_stored_cpu(const Tensor& given, at::ScalarType dtype) {
   p.rows = blocks.const_data_ptr<uint8_t>();
   p.row_bytes = blocks.stride(0);
   p.out = out.mutable_data_ptr();
-  const auto& kernels = byte_kernels();
+  const auto& kernels = kernels_in_use();
   const int64_t step = std::max<int64_t>(1, kWidenedNumbers / inputs);
   for_each_unit((rows + step - 1) / step, static_cast<double>(out.numel()), 0, [&](int64_t unit, void*) {
     kernels.widen_stored_rows(p, {unit * step, std::min((unit + 1) * step, rows)});
@@ -108,7 +108,7 @@ std::vector<Tensor> multiply_rounded(const Tensor& input, at::TensorList weights
     layer.end = units += layer.parts * ((count + kStoredRows - 1) / kStoredRows);
     if (i > 0) layers[i - 1].params.following = p.weight;
   }
-  const auto& kernels = byte_kernels();
+  const auto& kernels = kernels_in_use();
   const StoredLinearParams& any = layers.front().params;
   for_each_unit((count + kRoundedRows - 1) / kRoundedRows, static_cast<double>(count * inputs), 0,
                 [&](int64_t unit, void*) {
@@ -135,7 +135,7 @@ bool rounds_input(const Tensor& input, std::optional<bool> round_input) {
                    "rounded: call .float() on it, or leave round_input out");
     return false;
   }
-  return input.numel() > 0 && round_input.value_or(byte_kernels().has_byte_products());
+  return input.numel() > 0 && round_input.value_or(kernels_in_use().has_byte_products());
 }
 
 Tensor stored_linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

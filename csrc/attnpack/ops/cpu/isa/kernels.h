@@ -168,6 +168,7 @@ ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)
 ATTNPACK_DECLARE_ISA(avx2)
 ATTNPACK_DECLARE_ISA(avx512)
+ATTNPACK_DECLARE_ISA(avx512_vnni)  // only what stored_linear.cpp defines
 ATTNPACK_DECLARE_ISA(avx512_bf16)
 ATTNPACK_DECLARE_ISA(avx512_bf16_emulated)
 #elif defined(__aarch64__)
