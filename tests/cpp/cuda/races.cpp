@@ -290,6 +290,7 @@ const Equivalent* equivalent_of(const std::string& site) {
 
 // Whether a run finds a race, or stops, in a process of its own.
 bool notices(const std::function<void()>& run, const std::string& left_out) {
+  RaceFiber::destroy_all();
   const pid_t child = fork();
   if (child == 0) {
     if (!std::freopen("/dev/null", "w", stderr)) _exit(4);
