@@ -163,7 +163,7 @@ void raise_unexpected_keyword(const std::string& function, const std::string& na
   } else if ((name == "head_map" || name == "num_kv_heads") && takes("num_heads")) {
     hint = ": use GroupedQueryAttention";
   }
-  TORCH_CHECK_TYPE(false, "attnpack: ", function, "() got an unexpected keyword argument '", name, "'", hint);
+  ATTNPACK_CHECK_TYPE(false, function, "() got an unexpected keyword argument '", name, "'", hint);
 }
 
 void check_not_nested(std::string_view name, const py::handle& value) {
@@ -245,8 +245,8 @@ void add_plain_function(py::module_& m, const char* name, PlainCall call) {
 
 void add_keyword_function(py::module_& m, const char* name, size_t placed, KeywordCall call) {
   add_plain_function(m, name, [=](PyObject* const* values, size_t count) {
-    TORCH_CHECK_TYPE(count == placed + 1 && PyDict_Check(values[placed]), "attnpack: ", name, "() takes ", placed,
-                     " arguments by place, and a dict of the others");
+    ATTNPACK_CHECK_TYPE(count == placed + 1 && PyDict_Check(values[placed]), name, "() takes ", placed,
+                        " arguments by place, and a dict of the others");
     return call(GivenArguments(name, values, placed));
   });
 }
@@ -293,13 +293,13 @@ bool has_name(const Names& names, const char* name) {
 
 Arguments::Arguments(const char* function, const Names& positional, const py::args& args, const py::kwargs& kwargs)
     : function_(function), given_(kwargs) {
-  TORCH_CHECK_TYPE(args.size() <= positional.size(), "attnpack: ", function_, "() got ", args.size(),
-                   " arguments without names, takes ",
-                   positional.empty() ? "none" : "(" + c10::Join(", ", positional) + ") at most",
-                   ": give the others by name, or leave them out");
+  ATTNPACK_CHECK_TYPE(args.size() <= positional.size(), function_, "() got ", args.size(),
+                      " arguments without names, takes ",
+                      positional.empty() ? "none" : "(" + joined_by(", ", positional) + ") at most",
+                      ": give the others by name, or leave them out");
   for (size_t i = 0; i < args.size(); ++i) {
-    TORCH_CHECK_TYPE(!given_.contains(positional[i]), "attnpack: ", function_, "() got ", positional[i],
-                     " twice, by place and by name: leave one of them out");
+    ATTNPACK_CHECK_TYPE(!given_.contains(positional[i]), function_, "() got ", positional[i],
+                        " twice, by place and by name: leave one of them out");
     given_[positional[i].c_str()] = args[i];
   }
 }
@@ -315,7 +315,7 @@ void Arguments::finish(const std::string& cache) {
 }
 
 void Arguments::raise_missing(const char* name) const {
-  TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() lacks the argument ", name);
+  ATTNPACK_CHECK_TYPE(false, function_, "() lacks the argument ", name);
 }
 
 Factory Arguments::take_factory() {

@@ -3,6 +3,7 @@
 #include <bindings/torch_pybind.h>
 
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/core/check.h>
 #include <attnpack/modules/leaf.h>
 #include <attnpack/modules/rotary_embedding.h>
 
@@ -149,7 +150,7 @@ T read_value(std::string_view shown_name, const py::handle& value, std::string_v
     check_not_nested(name, value);
   auto read = Reader<T>::read(value);
   if (!read) {
-    const auto full_name = function ? c10::str(function, ".", name) : std::string(name);
+    const auto full_name = function ? text_of({function, ".", name}) : std::string(name);
     raise_wrong_kind(std::string(shown_name), value, Reader<T>::wanted(full_name));
   }
   return std::move(*read);
@@ -294,7 +295,7 @@ void define(py::module_& m, const char* name, Result (*function)(Values...), con
   constexpr bool needs_gil =
       (std::is_same_v<std::decay_t<Values>, py::object> || ... || std::is_same_v<Result, py::object>);
   add_plain_function(m, name, [=](PyObject* const* arguments, size_t count) -> py::object {
-    TORCH_CHECK_TYPE(count == names.size(), "attnpack: ", name, "() takes ", c10::Join(", ", names));
+    ATTNPACK_CHECK_TYPE(count == names.size(), name, "() takes ", joined_by(", ", names));
     size_t i = 0;
     const auto read = [&](auto kind) {
       const auto at = i++;

@@ -40,14 +40,14 @@ at::Tensor as_index(const py::object& index, const char* name = "index") {
 
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
 std::string describe_cache(const std::string& name, const KVCache& cache) {
-  if (cache.lengths().is_meta()) return c10::str(name, "(device=meta)");  // its lengths hold no numbers
+  if (cache.lengths().is_meta()) return text_of({name, "(device=meta)"});  // its lengths hold no numbers
   if (const auto* with_states = dynamic_cast<const RecurrentCache*>(&cache); with_states && cache.len() > 0)
-    return c10::str(name, "(batch=", cache.lengths().size(0), ", len=", cache.len(), ", bytes=", cache.nbytes(), ")");
-  if (!cache.k().defined()) return c10::str(name, "(len=0)");
+    return text_of({name, "(batch=", cache.lengths().size(0), ", len=", cache.len(), ", bytes=", cache.nbytes(), ")"});
+  if (!cache.k().defined()) return text_of({name, "(len=0)"});
   const auto k = cache.k();
-  return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", cache.len(),
+  return text_of({name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", cache.len(),
                   ", head_dim=", k.size(3), ", dtype=", py::str(py::cast(k.scalar_type())).cast<std::string>(),
-                  ", bytes=", cache.nbytes(), ")");
+                  ", bytes=", cache.nbytes(), ")"});
 }
 
 // Binds a rule for eager calls, which pybind serves faster than the dispatcher.
@@ -185,7 +185,8 @@ std::shared_ptr<ModelCache> make_model_cache(const py::args& args, const py::kwa
   std::vector<std::shared_ptr<KVCache>> caches;
   for (const auto& layer : layers) {
     if (!py::isinstance<KVCache>(layer))
-      raise_wrong_kind(c10::str("layers[", caches.size(), "]"), layer, "an attnpack.cpp.DynamicCache() or StaticCache");
+      raise_wrong_kind(text_of({"layers[", caches.size(), "]"}), layer,
+                       "an attnpack.cpp.DynamicCache() or StaticCache");
     caches.push_back(layer.cast<std::shared_ptr<KVCache>>());
   }
   return std::make_shared<ModelCache>(std::move(caches));
@@ -300,7 +301,7 @@ void register_caches(py::module_& m) {
   py::class_<ModelCache, std::shared_ptr<ModelCache>> model(m, "ModelCache");
   model.def(py::init(&make_model_cache)).def("__repr__", [](const ModelCache& self) {
     const auto first = py::repr(py::cast(self.layers().front())).cast<std::string>();
-    return c10::str("ModelCache(", self.layers().size(), " layers, bytes=", self.nbytes(), ", first: ", first, ")");
+    return text_of({"ModelCache(", self.layers().size(), " layers, bytes=", self.nbytes(), ", first: ", first, ")"});
   });
   bind_property(model, "layers", &ModelCache::layers);
   bind_common(model);

@@ -28,7 +28,7 @@ OptionalTensor as_optional_tensor(const char* name, const py::object& value) {
   return read_value<OptionalTensor>(name, value, name);
 }
 
-std::string wanted_input(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMakeTensor); }
+std::string wanted_input(int64_t width) { return text_of({"a tensor [batch, length, ", width, "]", kMakeTensor}); }
 
 // The weight whose dtype and device an input must have. A module in place of the plain linear may want others.
 at::Tensor weight_of(const py::object& projection) { return linear_weight(projection).value_or(at::Tensor()); }
@@ -39,7 +39,7 @@ void check_input_py(const std::string& name, const py::object& tensor, int64_t w
 }
 
 void check_tokens_py(const std::string& name, const py::object& tensor, int64_t width, const py::object& projection) {
-  const auto wanted = [&] { return c10::str("a tensor [..., ", width, "]", kMakeTensor); };
+  const auto wanted = [&] { return text_of({"a tensor [..., ", width, "]", kMakeTensor}); };
   check_tokens(name.c_str(), as_tensor(name.c_str(), tensor, wanted), width, weight_of(projection));
 }
 

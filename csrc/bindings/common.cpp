@@ -23,8 +23,8 @@ Factory make_factory(const py::object& device, const py::object& dtype) {
   factory.device = device.is_none() ? py::module_::import("torch").attr("get_default_device")().cast<at::Device>()
                                     : to_device(device);
   if (!dtype.is_none()) {
-    TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "attnpack: dtype is ", shown(dtype),
-                     ", wants a torch.dtype such as torch.float32, or None");
+    ATTNPACK_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "dtype is ", shown(dtype),
+                        ", wants a torch.dtype such as torch.float32, or None");
     factory.dtype = dtype.cast<at::ScalarType>();
     ATTNPACK_CHECK(at::isFloatingType(*factory.dtype), "dtype is ", py::str(dtype).cast<std::string>(),
                    ", wants a floating one such as torch.float32");
@@ -35,7 +35,7 @@ Factory make_factory(const py::object& device, const py::object& dtype) {
 std::string signature(const std::string& function, const Names& names, size_t positional) {
   auto shown = names;
   if (positional < names.size()) shown.insert(shown.begin() + positional, "*");
-  return function + "(" + c10::Join(", ", shown) + ")";
+  return function + "(" + joined_by(", ", shown) + ")";
 }
 
 namespace {
@@ -51,8 +51,8 @@ Factory parse_to(const py::args& args, const py::kwargs& kwargs) {
   };
   for (const auto& value : args) read(py::reinterpret_borrow<py::object>(value));
   for (const auto& [name, value] : kwargs) {
-    TORCH_CHECK_TYPE(name.cast<std::string>() == "device" || name.cast<std::string>() == "dtype",
-                     "attnpack: to: got keyword ", name.cast<std::string>(), ", want device or dtype");
+    ATTNPACK_CHECK_TYPE(name.cast<std::string>() == "device" || name.cast<std::string>() == "dtype", "to: got keyword ",
+                        name.cast<std::string>(), ", want device or dtype");
     read(py::reinterpret_borrow<py::object>(value));
   }
   return target;
@@ -144,12 +144,12 @@ void add_module_methods(const py::object& cls) {
   });
   for (const char* name : {"__repr__", "__str__"})
     add_module_method(cls, name, {}, [](const py::object&, Module& self, Arguments&) -> py::object {
-      return py::str(c10::str(std::as_const(self)));
+      return py::str(text_of({std::as_const(self)}));
     });
   for (const char* name : {"__deepcopy__", "__reduce__"})
     add_call(cls, name, "", [](const py::object& self, const py::args&, const py::kwargs&) -> py::object {
-      TORCH_CHECK_TYPE(
-          false, "attnpack: an attnpack.cpp.", py::type::of(self).attr("__name__").template cast<std::string>(),
+      ATTNPACK_CHECK_TYPE(
+          false, "an attnpack.cpp.", py::type::of(self).attr("__name__").template cast<std::string>(),
           " cannot be pickled or deep-copied: call .clone() for a copy, and .state_dict() for its tensors");
     });
   add_call(cls, "__call__", "", [](const py::object& self, const py::args& args, const py::kwargs& kwargs) {

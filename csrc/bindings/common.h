@@ -31,8 +31,8 @@ void add_method(const py::object& cls, const char* name, const Names& names, siz
 template <typename T>
 std::shared_ptr<T> self_of(const py::object& self) {
   py::detail::make_caster<std::shared_ptr<T>> caster;
-  TORCH_CHECK_TYPE(caster.load(self, /*convert=*/false), "attnpack: self is ", shown(self), ", wants an object of ",
-                   py::type::of<T>().attr("__name__").template cast<std::string>());
+  ATTNPACK_CHECK_TYPE(caster.load(self, /*convert=*/false), "self is ", shown(self), ", wants an object of ",
+                      py::type::of<T>().attr("__name__").template cast<std::string>());
   return py::detail::cast_op<std::shared_ptr<T>>(caster);
 }
 

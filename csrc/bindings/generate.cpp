@@ -18,9 +18,10 @@ at::Tensor run_generate(Arguments& arguments, const std::function<at::Tensor(con
   if (const auto cache = arguments.take("cache"); cache && py::isinstance<py::str>(cache)) {
     options.cache(cache.cast<std::string>());
   } else if (cache) {
-    TORCH_CHECK_TYPE(py::isinstance<ModelCache>(cache), "attnpack: cache is ", shown(cache),
-                     ", generate wants 'dynamic', 'static', 'sliding', 'paged', 'int8', 'int4', 'none' (everything is "
-                     "computed anew for each token) or a ModelCache");
+    ATTNPACK_CHECK_TYPE(
+        py::isinstance<ModelCache>(cache), "cache is ", shown(cache),
+        ", generate wants 'dynamic', 'static', 'sliding', 'paged', 'int8', 'int4', 'none' (everything is "
+        "computed anew for each token) or a ModelCache");
     options.model_cache(cache.cast<std::shared_ptr<ModelCache>>());
   }
   if (const auto token = arguments.take("stop_tokens"))

@@ -2,6 +2,7 @@
 
 #include <bindings/keyword_call.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/ops/attention.h>
 
 #include <optional>
@@ -20,8 +21,8 @@ struct Reader<QOffset> {
     if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
     if (const auto number = read_index(value)) return *number;
     if (py::isinstance<py::str>(value) && value.cast<std::string>() == "end") return End{};
-    TORCH_CHECK_VALUE(false, "attnpack: q_offset is ", py::repr(value).cast<std::string>(),
-                      ", wants an int, an integer tensor [batch] or \"end\"");
+    ATTNPACK_CHECK(false, "q_offset is ", py::repr(value).cast<std::string>(),
+                   ", wants an int, an integer tensor [batch] or \"end\"");
   }
   static std::string wanted(const std::string&) { return ""; }
 };

@@ -129,7 +129,7 @@ struct Reader<std::vector<LayerSettings>> {
     if (value.is_none()) return layers;
     if (!is_list(value)) return std::nullopt;
     for (const auto& item : py::reinterpret_borrow<py::object>(value)) {
-      const auto owner = c10::str("layer_settings[", layers.size(), "]");
+      const auto owner = text_of({"layer_settings[", layers.size(), "]"});
       const auto layer = read_dict(owner, item, LayerSettings());
       if (!layer) return std::nullopt;
       layers.push_back(*layer);

@@ -74,6 +74,20 @@ def test_kernels_see_nothing_of_torch(folder, suffix):
         waiting += [each for each in ours + beside if each.is_file() and each not in seen]
 
 
+def test_texts_do_not_follow_the_locale():
+    """c10::str, plain streams and torch's checks of several parts write 1.024 for 1024 in a German program: texts with
+    numbers come from core/text.h."""
+    follows = re.compile(r"c10::(?:str|Join)\(|stringstream")
+    words_only = ["attnpack/modules/part.h", "attnpack/ops/cuda/target.h", "bindings/ops.cpp"]
+    found = []
+    for file in (file for file in CPP if file.is_relative_to(ROOT / "csrc")):
+        text = file.read_text()
+        checks = [check for check in re.findall(r"\bTORCH_CHECK\w*\([^;]*;", text) if "text_of(" not in check]
+        if follows.search(text) or any(re.search(r'",\s*[^"\s]', check) for check in checks):
+            found.append(str(file.relative_to(ROOT / "csrc")))
+    assert sorted(found) == sorted(["attnpack/core/text.h", *words_only])
+
+
 def test_no_build_for_this_machine_alone():
     """-march=native in what is installed would crash on another CPU."""
     files = [ROOT / "CMakeLists.txt", ROOT / "setup.py", *(ROOT / "cmake").iterdir()]

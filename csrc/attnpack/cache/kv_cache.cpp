@@ -6,6 +6,7 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/core/sizes.h>
+#include <attnpack/core/text.h>
 
 namespace attnpack {
 
@@ -97,7 +98,7 @@ void KVCache::restore(CacheState state) {
   visit_numbers([&](const char*, c10::SymInt&) { ++numbers; });
   const auto check = [](const char* what, size_t got, size_t want, const auto& names) {
     ATTNPACK_CHECK(got == want, what, ": got ", got, ", want ", want, " for a cache of this class",
-                   want > 0 ? ": " : "", c10::Join(", ", names()));
+                   want > 0 ? ": " : "", joined_by(", ", names()));
   };
   check("tensors", state.tensors.size(), tensors, [&] { return tensor_names(); });
   check("numbers", state.numbers.size(), numbers, [&] { return number_names(); });
@@ -179,7 +180,7 @@ at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool 
   const auto batch = lengths.sym_size(0);
   ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && (!same_batch || index.sym_size(0) == batch),
                  name, ": got ", index.scalar_type(), " of shape ", index.sym_sizes(), ", want int64 ",
-                 same_batch ? c10::str("[", batch, "]: a StaticCache keeps its batch size")
+                 same_batch ? text_of({"[", batch, "]: a StaticCache keeps its batch size"})
                             : "sequence numbers [B]: call .long(), in C++ .to(at::kLong)");
   // Elsewhere reading would wait for the device. A tensor that torch.compile traces has no numbers yet.
   if (batch > 0 && index.is_cpu() && !at::isTensorSubclassLike(index)) {

@@ -20,7 +20,7 @@ bool is_window(const std::optional<Window>& window) { return window && *window !
 void check_has_latent_form(const CausalLMOptions& o, const RopeSettings& rope) {
   std::string lost;
   const auto lacks = [&](bool given, const auto&... words) {
-    if (given) lost += c10::str(lost.empty() ? "" : ", ", words...);
+    if (given) lost += text_of({lost.empty() ? "" : ", ", words...});
   };
   const auto scores = o.scores().value_or(ScoreSettings());
   const auto any = [&](const auto& given) {

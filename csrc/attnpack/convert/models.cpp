@@ -123,7 +123,7 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   for (int64_t layer = 0; layer < source.num_layers(); ++layer) {
     if (layers[layer].recurrent()) continue;
-    const auto name = [&](const char* rest) { return c10::str("model.layers.", layer, ".self_attn.", rest); };
+    const auto name = [&](const char* rest) { return text_of({"model.layers.", layer, ".self_attn.", rest}); };
     const auto find = [&](const char* rest) {
       const auto found = state.find(name(rest));
       return found == state.end() ? at::Tensor() : found->second;
@@ -177,7 +177,7 @@ CausalLM to_mla(const CausalLM& model, int64_t kv_lora_rank, const ToMlaOptions&
                               ids.defined() ? ids.size(1) : options.length());
   const auto seen = ids.defined() ? attention_inputs(model, ids) : std::vector<at::Tensor>(model->options.num_layers());
   auto state = state_dict(*model);
-  const auto prefix = [](int64_t layer) { return c10::str("model.layers.", layer, "."); };
+  const auto prefix = [](int64_t layer) { return text_of({"model.layers.", layer, "."}); };
   for (int64_t i = 0; conversion.learns() && i < model->options.num_layers(); ++i)
     conversion.learn(layer_of(state, prefix(i)), seen[i]);
   for (int64_t i = 0; i < model->options.num_layers(); ++i) {

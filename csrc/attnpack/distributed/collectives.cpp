@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <attnpack/core/text.h>
 #include <attnpack/distributed/detail/error_text.h>
 #include <attnpack/distributed/detail/group_names.h>
 #include <attnpack/distributed/detail/sizes.h>
@@ -22,10 +23,12 @@ auto explained(const Group& group, const Run& run) {
   try {
     return run();
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "attnpack: a collective of ", group->getSize(), " processes failed on rank ", group->getRank(),
-                ": another process died, called something else, or did not come within the group's timeout; results "
-                "of this step are lost, so start the processes again from a checkpoint (",
-                error_text(error), ")");
+    TORCH_CHECK(
+        false,
+        text_of({"attnpack: a collective of ", group->getSize(), " processes failed on rank ", group->getRank(),
+                 ": another process died, called something else, or did not come within the group's timeout; results "
+                 "of this step are lost, so start the processes again from a checkpoint (",
+                 error_text(error), ")"}));
   }
 }
 

@@ -19,9 +19,10 @@ Group gloo_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
     const auto options = ProcessGroupGloo::Options::create_default(timeout);
     group->setBackend(c10::DeviceType::CPU, gloo, c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options));
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "attnpack: rank ", rank, " did not find the other processes within ", timeout.count(),
-                " ms, want ", size, " of them: start each with a rank of its own, and all with the same store (",
-                error_text(error), ")");
+    TORCH_CHECK(false, text_of({"attnpack: rank ", rank, " did not find the other processes within ", timeout.count(),
+                                " ms, want ", size,
+                                " of them: start each with a rank of its own, and all with the same store (",
+                                error_text(error), ")"}));
   }
   group->setDefaultBackend(gloo);
   return group;

@@ -66,11 +66,9 @@ StateDict TensorShares::whole_of(const StateDict& part) const {
     device = tensor.device();
     auto sizes = tensor.sizes().vec();
     if (static_cast<int64_t>(sizes.size()) > found->second.dim) sizes[found->second.dim] = found->second.size;
-    std::ostringstream text;
-    text << c10::getDtypeNames(tensor.scalar_type()).first << " " << at::IntArrayRef(sizes);
     const auto [first, is_new] = names.emplace(tensor.unsafeGetTensorImpl(), name);
-    if (!is_new) text << ", the tensor of " << first->second;
-    texts.emplace_back(name, text.str());
+    texts.emplace_back(name, text_of({c10::getDtypeNames(tensor.scalar_type()).first, " ", at::IntArrayRef(sizes),
+                                      is_new ? "" : ", the tensor of " + first->second}));
   }
   agree_on("a state dict", group_, device, texts, [&] {
     for (const auto& [name, tensor] : part) {

@@ -3,6 +3,7 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/recurrent_cache.h>
 #include <attnpack/core/padded.h>
+#include <attnpack/core/text.h>
 #include <attnpack/layers/sharded_attention.h>
 #include <attnpack/models/detail/generate_steps.h>
 #include <attnpack/models/detail/sampler.h>
@@ -297,8 +298,8 @@ std::function<at::Tensor(const at::Tensor&)> head_of(const EncoderDecoderImpl& m
     return [head = inputs.head()](const at::Tensor& state) {
       const auto logits = head(state);
       ATTNPACK_CHECK(logits.defined() && logits.dim() == 2 && logits.size(0) == state.size(0) && logits.size(1) > 0,
-                     "head: got logits of shape ", logits.defined() ? c10::str(logits.sizes()) : "none", " for states ",
-                     state.sizes(), ", want [", state.size(0), ", V]");
+                     "head: got logits of shape ", logits.defined() ? text_of({logits.sizes()}) : "none",
+                     " for states ", state.sizes(), ", want [", state.size(0), ", V]");
       return logits;
     };
   return [table = embed_tokens.operator->()](const at::Tensor& state) { return table->logits(state); };

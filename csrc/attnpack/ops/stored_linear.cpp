@@ -25,7 +25,7 @@ const StoredLayout& stored_layout(const char* name, const Tensor& weight) {
     if (layout.bytes == weight.size(2)) return layout;
   std::string sizes;
   for (const StoredLayout& layout : kStoredLayouts)
-    sizes += c10::str(sizes.empty() ? "" : ", ", layout.bytes, " (", layout.name, ")");
+    sizes += text_of({sizes.empty() ? "" : ", ", layout.bytes, " (", layout.name, ")"});
   ATTNPACK_CHECK(false, name, ": got blocks of ", weight.size(2), " bytes, want ", sizes);
 }
 

@@ -19,7 +19,7 @@ namespace {
 // A name in the folder of `path` that no other run uses.
 std::string partial_of(const std::filesystem::path& path) {
   std::random_device random;
-  const auto name = c10::str(".", path.filename().string(), ".", random(), random(), ".partial");
+  const auto name = text_of({".", path.filename().string(), ".", random(), random(), ".partial"});
   return (path.parent_path() / name).string();
 }
 

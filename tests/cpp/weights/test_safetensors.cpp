@@ -4,6 +4,7 @@
 #include "catch.h"
 #include "complains.h"
 #include "folder.h"
+#include "grouped_numbers.h"
 
 #include <attnpack/attnpack.h>
 #include <attnpack/weights/detail/shards.h>
@@ -126,6 +127,23 @@ TEST_CASE("each check refuses its lie, and names the file") {
   REQUIRE(complains("none: is not a safetensors file (No such file or directory); get",
                     [&] { load_safetensors(folder.path("none")); }));
   REQUIRE(complains(": has neither model.safetensors nor", [&] { load_safetensors(folder.path(".")); }));
+}
+
+TEST_CASE("numbers in files and in sentences are the same in every locale of the program") {
+  const Folder folder;
+  const auto path = folder.path("x.safetensors");
+  const auto wide = torch::randn({3, 1024});
+  bool said = false;
+  {
+    const GroupedNumbers german;
+    save_safetensors({{"wide", wide}, {"more", torch::ones({2048})}}, path);
+    auto bytes = read_bounded(path, 100'000);
+    folder.write("cut", bytes.substr(0, bytes.size() - 12'288));
+    said = complains("tensor wide ends at byte 20480 of the data, which has 8192; the file is truncated, get it again",
+                     [&] { load_safetensors(folder.path("cut")); });
+  }
+  REQUIRE(said);
+  REQUIRE(at::equal(load_safetensors(path).at("wide"), wide));
 }
 
 TEST_CASE("shards are read through their index, which must tell the truth") {

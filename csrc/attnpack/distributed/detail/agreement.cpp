@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <sstream>
 
 namespace attnpack::distributed {
 
@@ -23,7 +22,7 @@ at::Tensor row_of(const std::string& text) {
   return row;
 }
 
-std::string text_of(const at::Tensor& row) { return reinterpret_cast<const char*>(row.const_data_ptr<uint8_t>()); }
+std::string text_in(const at::Tensor& row) { return reinterpret_cast<const char*>(row.const_data_ptr<uint8_t>()); }
 
 constexpr char kBetween[] = "; ";
 
@@ -57,10 +56,9 @@ bool compares(const Group& group, at::Device device) {
 
 std::string shown(const std::optional<at::Tensor>& tensor) {
   if (!tensor || !tensor->defined()) return "none";
-  std::ostringstream text;
-  text << c10::getDtypeNames(tensor->scalar_type()).first << " " << tensor->sizes();
-  if (tensor->requires_grad() && at::GradMode::is_enabled()) text << ", with gradient";
-  return text.str();
+  const bool learns = tensor->requires_grad() && at::GradMode::is_enabled();
+  return text_of(
+      {c10::getDtypeNames(tensor->scalar_type()).first, " ", tensor->sizes(), learns ? ", with gradient" : ""});
 }
 
 uint64_t hash_of(std::string_view bytes) {
@@ -78,7 +76,7 @@ void agree(const std::string& what, const Group& group, at::Device device,
   const auto differing = rows.ne(rows[0]).any(1).nonzero().flatten();
   if (differing.numel() == 0) return;
   const auto other = differing[0].item<int64_t>();
-  const auto here = parts_of(text_of(rows[0])), there = parts_of(text_of(rows[other]));
+  const auto here = parts_of(text_in(rows[0])), there = parts_of(text_in(rows[other]));
   ATTNPACK_CHECK(false, "the ranks of a group give ", what, " different arguments: rank 0 has ", without(here, there),
                  ", rank ", other, " has ", without(there, here),
                  ", want the same on all ranks: give each the same shapes and settings");

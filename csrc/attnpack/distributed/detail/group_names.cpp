@@ -1,5 +1,6 @@
 #include <attnpack/distributed/detail/group_names.h>
 
+#include <attnpack/core/text.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <mutex>
@@ -24,7 +25,7 @@ std::string name_of(const Group& group) {
   static int64_t number = 0;
   const std::lock_guard<std::mutex> lock(one);
   if (is_registered(group->getGroupName(), group)) return group->getGroupName();
-  const auto name = c10::str("attnpack_", number++);
+  const auto name = text_of({"attnpack_", number++});
   c10d::register_process_group(name, group);
   group->setGroupName(name);
   return name;

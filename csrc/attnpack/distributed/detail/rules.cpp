@@ -18,15 +18,15 @@ constexpr std::string_view kSharedRules[] = {"causal",       "window",   "softca
 // A rule as the ranks compare it: a number, or the shape and dtype of a tensor.
 template <class T>
 std::string text(const T& rule) {
-  return c10::str(rule);
+  return text_of({rule});
 }
-std::string text(const Window& window) { return c10::str(window[0], ", ", window[1]); }
+std::string text(const Window& window) { return text_of({window[0], ", ", window[1]}); }
 template <class T>
 std::string text(const std::optional<T>& number) {
-  return number ? c10::str(*number) : "none";
+  return number ? text_of({*number}) : "none";
 }
 std::string text(const std::optional<at::Tensor>& tensor) { return shown(tensor); }
-std::string text(const HeadMap& map) { return map ? c10::Join(" ", *map) : "none"; }
+std::string text(const HeadMap& map) { return map ? joined_by(" ", *map) : "none"; }
 
 std::vector<std::pair<std::string, std::string>> texts_of(const ScoreRules& rules) {
   std::vector<std::pair<std::string, std::string>> texts;
@@ -38,7 +38,7 @@ std::vector<std::pair<std::string, std::string>> texts_of(const ScoreRules& rule
 std::string numbers(const std::optional<at::Tensor>& lens) {
   if (!lens || !lens->is_cpu()) return text(lens);
   const auto values = lens->to(at::kLong).contiguous();
-  return c10::str(text(lens), " ", at::IntArrayRef(values.const_data_ptr<int64_t>(), values.numel()));
+  return text_of({text(lens), " ", at::IntArrayRef(values.const_data_ptr<int64_t>(), values.numel())});
 }
 
 }  // namespace

@@ -18,10 +18,10 @@ constexpr std::string_view kLayers = "model.layers.";
 std::string some(const std::vector<std::string>& names) {
   std::string text;
   for (size_t i = 0; i < names.size() && i < 3; ++i) (text += i == 0 ? "" : ", ") += excerpt(names[i]);
-  return names.size() > 3 ? c10::str(text, " and ", names.size() - 3, " more") : text;
+  return names.size() > 3 ? text_of({text, " and ", names.size() - 3, " more"}) : text;
 }
 
-std::string listed(const std::vector<uint64_t>& sizes) { return c10::str("[", c10::Join(", ", sizes), "]"); }
+std::string listed(const std::vector<uint64_t>& sizes) { return text_of({"[", joined_by(", ", sizes), "]"}); }
 
 void add_shapes(Shapes& to, const torch::nn::Module& module, const std::string& prefix = "") {
   for (const auto& [name, tensor] : state_dict(module))
@@ -109,9 +109,9 @@ Shapes check_checkpoint_tensors(const std::string& path, const Shapes& found, co
   for (const auto& [name, shape] : found)
     if (!expected.count(name)) extra.push_back(name);
   refuse_unless(missing.empty() && extra.empty(), path, ": ",
-                missing.empty() ? std::string() : c10::str("lacks ", some(missing)),
+                missing.empty() ? std::string() : text_of({"lacks ", some(missing)}),
                 missing.empty() || extra.empty() ? "" : " and ",
-                extra.empty() ? std::string() : c10::str("has unexpected ", some(extra)),
+                extra.empty() ? std::string() : text_of({"has unexpected ", some(extra)}),
                 "; its configuration asks for other tensors");
   for (const auto& [name, shape] : expected) {
     refuse_unless(found.at(name) == shape, path, ": ", name, " has shape ", listed(found.at(name)),

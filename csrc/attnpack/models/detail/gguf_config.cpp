@@ -109,8 +109,8 @@ const GgufFamily& gguf_family(const GgufSettings& file) {
     (names += names.empty() ? "" : ", ") += family.architecture;
   }
   const auto* given = file.file().find("general.architecture");
-  TORCH_CHECK_VALUE(false, file.path(), ": architecture ", excerpt(shown(given ? *given : Json())),
-                    " is not supported; from_gguf reads ", names);
+  TORCH_CHECK_VALUE(false, text_of({file.path(), ": architecture ", excerpt(shown(given ? *given : Json())),
+                                    " is not supported; from_gguf reads ", names}));
 }
 
 int64_t further_layers(const GgufSettings& file, const GgufFamily& family) {

@@ -51,10 +51,10 @@ struct StoredName {
     parameter = dot == rest.npos ? rest : rest.substr(dot + 1);
   }
   std::string theirs(const std::string& name) const {
-    return layer.empty() ? name : c10::str("blk.", layer, ".", name);
+    return layer.empty() ? name : text_of({"blk.", layer, ".", name});
   }
   std::string ours(const std::string& name) const {
-    return layer.empty() ? name : c10::str("model.layers.", layer, ".", name);
+    return layer.empty() ? name : text_of({"model.layers.", layer, ".", name});
   }
 };
 
@@ -149,7 +149,7 @@ class PieceFinder {
     std::vector<Shape> shapes;
     for (const auto& source : sources) {
       const auto& shape = file_.file().tensor(source).shape;
-      given += c10::str(given.empty() ? "" : ", ", excerpt(source), " has shape ", at::IntArrayRef(shape));
+      given += text_of({given.empty() ? "" : ", ", excerpt(source), " has shape ", at::IntArrayRef(shape)});
     }
     bool fits = true;
     try {

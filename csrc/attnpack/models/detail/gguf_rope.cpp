@@ -9,7 +9,7 @@ namespace {
 constexpr std::pair<const char*, double> kUsual[] = {
     {"alpha", 0}, {"attn_factor", 1}, {"yarn_attn_factor", 1}, {"yarn_log_multiplier", 0}, {"yarn_ext_factor", 1}};
 
-std::string key_of(const char* name) { return c10::str("rope.scaling.", name); }
+std::string key_of(const char* name) { return text_of({"rope.scaling.", name}); }
 
 }  // namespace
 

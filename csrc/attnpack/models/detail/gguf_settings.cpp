@@ -59,7 +59,7 @@ int64_t GgufSettings::as_size(const std::string& key, const Json& value) const {
   const auto number = int_in(value);
   const bool large = value.as<uint64_t>() || (number && *number > kLargestSize);
   check(number && *number >= 1 && !large, full(key), " is ", excerpt(shown(value)), ", wants an int of at least 1",
-        large ? c10::str(" and at most ", kLargestSize) : std::string());
+        large ? text_of({" and at most ", kLargestSize}) : std::string());
   return *number;
 }
 

@@ -65,7 +65,7 @@ std::string name_in_language_model(const std::string& name) {
 
 // A layer after the last one: DeepSeek-V3 has there what predicts a token further.
 bool is_further_layer(const std::string& name, const CausalLMOptions& options) {
-  return options.latent() && name.starts_with(c10::str("model.layers.", options.num_layers(), "."));
+  return options.latent() && name.starts_with(text_of({"model.layers.", options.num_layers(), "."}));
 }
 
 std::vector<int64_t> sizes_of(const StoredTensor& tensor) { return {tensor.shape.begin(), tensor.shape.end()}; }
@@ -145,8 +145,8 @@ Shapes HfCheckpoint::shapes() const {
         } else {
           const bool beside = part.size() == sizes.size() && !part.empty() &&
                               std::equal(part.begin() + 1, part.end(), sizes.begin() + 1);
-          TORCH_CHECK_VALUE(beside, "it has the shape ", at::IntArrayRef(part), ", its neighbours ",
-                            at::IntArrayRef(sizes));
+          refuse_unless(beside, "it has the shape ", at::IntArrayRef(part), ", its neighbours ",
+                        at::IntArrayRef(sizes));
           sizes[0] += part[0];
         }
       });

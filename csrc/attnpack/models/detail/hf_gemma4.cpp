@@ -115,7 +115,7 @@ std::vector<HfPart> gemma4_parts(const std::string& name, const CausalLMOptions&
                                           "self_attn.v_norm"};
   // Older files have them for layers that read those of others; nothing reads them there.
   for (int64_t i = 0; keys.contains(place.module) && i < o.num_layers(); ++i)
-    if (o.layer_settings()[i].kv_from() && place.layer == c10::str("model.layers.", i, ".")) return {};
+    if (o.layer_settings()[i].kv_from() && place.layer == text_of({"model.layers.", i, "."})) return {};
   return renamed(name, place, names);
 }
 

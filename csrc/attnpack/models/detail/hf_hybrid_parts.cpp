@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <attnpack/models/detail/hf_parts.h>
+#include <attnpack/weights/detail/file_errors.h>
 
 // Where the tensors of families with recurrent layers go.
 namespace attnpack {
@@ -52,8 +53,8 @@ std::vector<HfPart> qwen_hybrid_parts(const std::string& name, const Options& o)
   const auto heads = o.num_heads(), dim = *o.head_dim();
   const auto cut = [=](int64_t which) {
     return [=](const Tensor& x) {
-      TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == heads * 2 * dim, "it has ", x.dim() ? x.size(0) : 0,
-                        " rows, want ", heads * 2 * dim);
+      refuse_unless(x.dim() == 2 && x.size(0) == heads * 2 * dim, "it has ", x.dim() ? x.size(0) : 0, " rows, want ",
+                    heads * 2 * dim);
       return x.unflatten(0, {heads, 2, dim}).select(1, which).reshape({heads * dim, x.size(1)});
     };
   };
@@ -74,8 +75,8 @@ std::vector<HfPart> qwen3_next_parts(const std::string& name, const Options& o) 
   const auto rows = qkvz ? 2 * keys + 2 * values : 2 * each;
   const auto cut = [=](int64_t begin, int64_t count) {
     return [=](const Tensor& x) {
-      TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == heads * rows, "it has ", x.dim() ? x.size(0) : 0, " rows, want ",
-                        heads * rows);
+      refuse_unless(x.dim() == 2 && x.size(0) == heads * rows, "it has ", x.dim() ? x.size(0) : 0, " rows, want ",
+                    heads * rows);
       return x.unflatten(0, {heads, rows}).narrow(1, begin, count).reshape({heads * count, x.size(1)});
     };
   };

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/models/detail/hf_places.h>
+#include <attnpack/weights/detail/file_errors.h>
 
 #include <optional>
 
@@ -20,7 +21,7 @@ std::vector<HfPart> rows_of_qkv(const Place& place, const CausalLMOptions& o, bo
   const auto cut = [=](int64_t begin, int64_t length) {
     return [=](const Tensor& x) {
       const Tensor rows = transposed ? x.t() : x;
-      TORCH_CHECK_VALUE(rows.size(0) == q + 2 * kv, "it has ", rows.size(0), " rows, want ", q + 2 * kv);
+      refuse_unless(rows.size(0) == q + 2 * kv, "it has ", rows.size(0), " rows, want ", q + 2 * kv);
       return rows.narrow(0, begin, length);
     };
   };
@@ -35,8 +36,8 @@ std::vector<HfPart> groups_of_qkv(const Place& place, const CausalLMOptions& o) 
   const auto cut = [=](int64_t begin, int64_t heads) {
     return [=](const Tensor& x) {
       auto sizes = x.sizes().vec();
-      TORCH_CHECK_VALUE(!sizes.empty() && sizes[0] == groups * (each + 2) * dim, "it has ",
-                        sizes.empty() ? 0 : sizes[0], " rows, want ", groups * (each + 2) * dim);
+      refuse_unless(!sizes.empty() && sizes[0] == groups * (each + 2) * dim, "it has ", sizes.empty() ? 0 : sizes[0],
+                    " rows, want ", groups * (each + 2) * dim);
       sizes[0] = groups * heads * dim;
       return x.unflatten(0, {groups, each + 2, dim}).narrow(1, begin, heads).reshape(sizes);
     };
@@ -161,11 +162,11 @@ std::vector<HfPart> gpt_oss_parts(const std::string& name, const CausalLMOptions
   std::vector<HfPart> parts;
   const auto add = [&](int64_t expert, const char* ours, int64_t first, int64_t step) {
     const auto cut = [=](const Tensor& x) {
-      TORCH_CHECK_VALUE(x.dim() > 1 && x.size(0) == count, "it holds other than ", count, " experts");
+      refuse_unless(x.dim() > 1 && x.size(0) == count, "it holds other than ", count, " experts");
       const Tensor matrix = is_bias || is_packed ? x.select(0, expert) : x.select(0, expert).t();
       return matrix.slice(0, first, std::nullopt, step);
     };
-    parts.push_back({c10::str(place.layer, "mlp.experts.", expert, ".", ours, is_bias ? ".bias" : ".weight"), cut});
+    parts.push_back({text_of({place.layer, "mlp.experts.", expert, ".", ours, is_bias ? ".bias" : ".weight"}), cut});
   };
   for (int64_t expert = 0; expert < count; ++expert) {
     if (layer == "gate_up_proj") add(expert, "gate_proj", 0, 2), add(expert, "up_proj", 1, 2);

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <attnpack/weights/detail/file_errors.h>
+
 namespace attnpack {
 
 using at::Tensor;
@@ -34,7 +36,7 @@ std::vector<HfPart> renamed(const std::string& name, const HfPlace& place, const
 }
 
 Tensor half_of_rows(const Tensor& x, int64_t which) {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(0) % 2 == 0, "it has an odd number of rows");
+  refuse_unless(x.dim() > 0 && x.size(0) % 2 == 0, "it has an odd number of rows");
   return x.narrow(0, which * (x.size(0) / 2), x.size(0) / 2);
 }
 
@@ -47,11 +49,11 @@ std::vector<HfPart> expert_parts(const HfPlace& place, int64_t num_experts, bool
   std::vector<HfPart> parts;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const auto matrix = [=](const Tensor& x) {
-      TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == num_experts, "it holds other than ", num_experts, " experts");
+      refuse_unless(x.dim() == 3 && x.size(0) == num_experts, "it holds other than ", num_experts, " experts");
       return transposed ? x.select(0, expert).t() : x.select(0, expert);
     };
     const auto add = [&](const char* name, std::function<Tensor(const Tensor&)> cut) {
-      parts.push_back({c10::str(place.layer, "mlp.experts.", expert, ".", name, ".weight"), std::move(cut)});
+      parts.push_back({text_of({place.layer, "mlp.experts.", expert, ".", name, ".weight"}), std::move(cut)});
     };
     if (down) {
       add("down_proj", matrix);

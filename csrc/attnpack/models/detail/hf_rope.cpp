@@ -106,7 +106,7 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
   }
   if (!trained.is_null()) set_option(scaling, "original_max_position_embeddings", trained);
   if ((kind == "yarn" || kind == "longrope") && !scaling.factor()) {
-    const auto words = c10::str("original_max_position_embeddings of ", source);
+    const auto words = text_of({"original_max_position_embeddings of ", source});
     scaling.factor(config.as_number("max_position_embeddings", longest) / config.as_number(words, trained));
   }
   return scaling;
@@ -156,7 +156,7 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
     return {base, scaling};
   }
   if (*kind == "linear") {
-    const auto factor = config.as_number(c10::str("factor of ", source), item(rope, "factor"));
+    const auto factor = config.as_number(text_of({"factor of ", source}), item(rope, "factor"));
     return {base, RopeScaling().rope_type("linear").factor(factor)};
   }
   return {base, naming(config.path(), "its configuration makes no model", "get it again",

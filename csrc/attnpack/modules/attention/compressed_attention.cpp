@@ -49,7 +49,7 @@ void check_options(const CompressedAttentionOptions& o) {
   check_settings(std::nullopt, 0.0, 0.0, o.scale());
   ATTNPACK_CHECK(o.rope(), "rope: got none, want a RotaryEmbedding over the last dims of a head");
   const auto width = std::min(*o.head_dim(), o.index_head_dim().value_or(*o.head_dim()));
-  check_rope_dim(o.rope(), width, c10::str("head_dim and index_head_dim, the smaller of which is ", width));
+  check_rope_dim(o.rope(), width, text_of({"head_dim and index_head_dim, the smaller of which is ", width}));
   ATTNPACK_CHECK(!o.rope()->settings.by_length(), "rope: got frequencies that follow the length, want fixed ones: ",
                  "leave out its scaling, or take yarn");
 }

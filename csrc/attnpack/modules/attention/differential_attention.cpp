@@ -56,7 +56,7 @@ void DifferentialAttentionImpl::reset() {
   }
   bind_members();
   if (o.rope()) {
-    check_rope_dim(o.rope(), dim, c10::str("head_dim ", dim));
+    check_rope_dim(o.rope(), dim, text_of({"head_dim ", dim}));
     rope = register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }

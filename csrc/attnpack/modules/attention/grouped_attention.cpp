@@ -92,7 +92,7 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
   bind_members();
   slopes = alibi_slopes(o.num_heads());
   if (o.rope()) {
-    check_rope_dim(o.rope(), head_dim, c10::str("head_dim ", head_dim));
+    check_rope_dim(o.rope(), head_dim, text_of({"head_dim ", head_dim}));
     rope = this->register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }

@@ -42,7 +42,7 @@ void LatentAttentionImpl<Derived, Options>::reset() {
       !o.folded() || o.gate() != "element",
       "gate: got 'element' for a folded layer, which never makes the numbers that it gates; take 'head', or a "
       "layer that is not folded");
-  if (o.rope()) check_rope_dim(o.rope(), rotated, c10::str("qk_rope_head_dim ", rotated));
+  if (o.rope()) check_rope_dim(o.rope(), rotated, text_of({"qk_rope_head_dim ", rotated}));
 
   const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias = false) {
     return this->register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));
@@ -197,7 +197,7 @@ std::shared_ptr<Derived> LatentAttentionImpl<Derived, Options>::fold() const {
 
 template <typename Derived, typename Options>
 void LatentAttentionImpl<Derived, Options>::pretty_print(std::ostream& stream) const {
-  print_options(stream, c10::str("attnpack::", Derived::kName).c_str(), options,
+  print_options(stream, text_of({"attnpack::", Derived::kName}).c_str(), options,
                 !rope && *options.qk_rope_head_dim() > 0 ? ", rope=none: no dim is rotated" : "");
 }
 

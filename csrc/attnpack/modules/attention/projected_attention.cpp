@@ -12,7 +12,7 @@ void ProjectedAttentionImpl::reset() {
   resolve_head_dim(0, options.num_heads(), options.head_dim());
   check_heads(options.num_heads(), options.num_kv_heads(), options.head_map());
   if (options.rope()) {
-    check_rope_dim(options.rope(), options.head_dim(), c10::str("head_dim ", options.head_dim()));
+    check_rope_dim(options.rope(), options.head_dim(), text_of({"head_dim ", options.head_dim()}));
     rope = register_module("rope", RotaryEmbedding(options.rope()->options));
   }
 }

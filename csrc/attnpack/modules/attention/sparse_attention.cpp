@@ -69,7 +69,7 @@ void SparseAttentionImpl::reset() {
   }
   if (o.rope()) {
     const auto least = std::min(dim, o.index_head_dim().value_or(dim));
-    check_rope_dim(o.rope(), least, c10::str(least, ", the smaller of head_dim and index_head_dim"));
+    check_rope_dim(o.rope(), least, text_of({least, ", the smaller of head_dim and index_head_dim"}));
     rope = register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }

@@ -38,7 +38,7 @@ void SparseLatentAttentionImpl::reset() {
   LatentAttentionImpl::reset();
   const auto width = o.index_head_dim().value_or(*o.qk_nope_head_dim() + *o.qk_rope_head_dim());
   o.index_heads(o.index_heads().value_or(o.num_heads())).index_head_dim(width);
-  if (o.rope()) check_rope_dim(o.rope(), width, c10::str(width, ", index_head_dim"));
+  if (o.rope()) check_rope_dim(o.rope(), width, text_of({width, ", index_head_dim"}));
   indexer = register_module("indexer", LightningIndexer(o));
 }
 

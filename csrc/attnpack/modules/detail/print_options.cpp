@@ -9,10 +9,10 @@ std::optional<std::string> option_text(bool on) { return on ? std::make_optional
 std::optional<std::string> option_text(int64_t size) { return std::to_string(size); }
 std::optional<std::string> option_text(const std::string& word) { return word; }
 std::optional<std::string> option_text(double number) {
-  return number == 0 ? std::nullopt : std::make_optional((std::ostringstream() << number).str());
+  return number == 0 ? std::nullopt : std::make_optional(text_of({number}));
 }
 std::optional<std::string> option_text(const std::array<int64_t, 2>& window) {
-  return c10::str("(", window[0], ", ", window[1], ")");
+  return text_of({"(", window[0], ", ", window[1], ")"});
 }
 
 std::optional<std::string> option_text(const QkNorm& norm) {

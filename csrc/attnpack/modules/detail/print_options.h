@@ -1,12 +1,12 @@
 #pragma once
 
+#include <attnpack/core/text.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <array>
 #include <optional>
 #include <ostream>
-#include <sstream>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -32,7 +32,7 @@ template <typename T>
 std::optional<std::string> option_text(const std::vector<T>& list) {
   std::string text;
   if constexpr (std::is_arithmetic_v<T>) {
-    for (const auto& value : list) text += (text.empty() ? "[" : ", ") + (std::ostringstream() << value).str();
+    for (const auto& value : list) text += text_of({text.empty() ? "[" : ", ", value});
   }
   return text.empty() ? std::nullopt : std::make_optional(text + "]");
 }

@@ -90,7 +90,7 @@ std::string describe_cuda_choice() {
   if (cuda_choice() == CudaChoice::kOwn) return "own: attnpack's kernels, by torch.use_deterministic_algorithms";
   std::string devices;
   for (const FasterKernel& row : kFasterKernels) {
-    const std::string device = c10::str(row.capability / 10, ".", row.capability % 10);
+    const std::string device = text_of({row.capability / 10, ".", row.capability % 10});
     if (row.operator_kernel != TorchKernel::kNone && devices.find(device) == devices.npos)
       devices += (devices.empty() ? "" : ", ") + device;
   }

@@ -190,8 +190,8 @@ void check_key_index_values(const Tensor& key_index, int64_t key_block, int64_t 
   for (int64_t d = 0; d < 4; ++d) place[d] = wrong[0][d].item<int64_t>();
   const int64_t number = key_index[place[0]][place[1]][place[2]][place[3]].item<int64_t>();
   ATTNPACK_CHECK(false, "key_index", at::IntArrayRef(place), " is ", number, ", wants 0 to ", blocks - 1, ", ",
-                 key_block == 1 ? c10::str("the keys of a sequence of ", kv_len)
-                                : c10::str("the blocks of ", key_block, " keys in ", kv_len),
+                 key_block == 1 ? text_of({"the keys of a sequence of ", kv_len})
+                                : text_of({"the blocks of ", key_block, " keys in ", kv_len}),
                  ", or -1 for none");
 }
 

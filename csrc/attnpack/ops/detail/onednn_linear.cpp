@@ -186,9 +186,9 @@ std::string describe_linear_kernels() {
   const std::string few = "attnpack's for few rows, ";
   if (!onednn_op()) return few + "else torch's linear: this torch has no oneDNN";
   if (!is_slow_with_mkl()) return few + "oneDNN for bf16 with a bias, else torch's linear";
-  return c10::str(few, "oneDNN for fp32 from ", least_of_float().work,
+  return text_of({few, "oneDNN for fp32 from ", least_of_float().work,
                   " multiply-adds on, where MKL uses half of AVX-512 on this CPU, ",
-                  "and for bf16 with a bias; else torch's linear");
+                  "and for bf16 with a bias; else torch's linear"});
 }
 
 }  // namespace attnpack

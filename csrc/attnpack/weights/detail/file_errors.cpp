@@ -66,7 +66,7 @@ std::string excerpt(std::string_view text) {
                                                            : std::string(beginning(words, kLongest - 3)) + "...";
 }
 
-std::string in_quotes(std::string_view text) { return c10::str("'", escaped(text, text.size(), "\\'"), "'"); }
+std::string in_quotes(std::string_view text) { return text_of({"'", escaped(text, text.size(), "\\'"), "'"}); }
 
 std::string reason_of(const std::exception& error) {
   if (const auto* system = dynamic_cast<const std::system_error*>(&error)) return system->code().message();

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <attnpack/core/text.h>
+
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -16,7 +18,7 @@ inline constexpr const char* kDamaged = "; the file is damaged, get it again";
 
 template <typename... Words>
 void refuse_unless(bool condition, const Words&... words) {
-  TORCH_CHECK_VALUE(condition, words...);
+  TORCH_CHECK_VALUE(condition, text_of({words...}));
 }
 
 // Words from a file, made fit for an error sentence: short, on one line, printable.
@@ -37,7 +39,7 @@ auto naming(const std::string& path, const char* failed, const char* fix, const 
   } catch (const std::exception& error) {
     const auto reason = reason_of(error);
     if (dynamic_cast<const c10::ValueError*>(&error) && reason.starts_with(path)) throw;
-    TORCH_CHECK_VALUE(false, path, ": ", failed, " (", reason, "); ", fix);
+    TORCH_CHECK_VALUE(false, text_of({path, ": ", failed, " (", reason, "); ", fix}));
   }
 }
 

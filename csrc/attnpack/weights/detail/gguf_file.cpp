@@ -137,8 +137,8 @@ void GgufFile::check_model() const {
 
 void GgufFile::check_rows(const std::string& name, int64_t first, int64_t rows) const {
   const auto there = tensor(name).rows();
-  TORCH_CHECK_VALUE(first >= 0 && rows >= 0 && first <= there && rows <= there - first, path_, ": tensor ",
-                    excerpt(name), " has ", there, " rows, not ", rows, " from row ", first, " on");
+  refuse_unless(first >= 0 && rows >= 0 && first <= there && rows <= there - first, path_, ": tensor ", excerpt(name),
+                " has ", there, " rows, not ", rows, " from row ", first, " on");
 }
 
 std::optional<at::Tensor> GgufFile::blocks(const std::string& name, int64_t first, int64_t rows) const {
@@ -146,7 +146,7 @@ std::optional<at::Tensor> GgufFile::blocks(const std::string& name, int64_t firs
   const auto* layout = gguf_stored_layout(described.type);
   if (!layout || described.shape.size() < 2) return std::nullopt;
   check_rows(name, first, rows);
-  const auto failed = c10::str("tensor ", excerpt(name), " cannot be mapped");
+  const auto failed = text_of({"tensor ", excerpt(name), " cannot be mapped"});
   const auto mapped = naming(path_, failed.c_str(), kGetFileAgain, [&] {
     const std::lock_guard lock(mapping_);
     return mapped_ ? mapped_ : mapped_ = file_->map();
@@ -171,7 +171,7 @@ void GgufFile::read(const std::string& name, const at::Tensor& out, int64_t firs
   const auto rows = out.detach().view({-1, columns});
   check_rows(name, first, rows.size(0));
   const auto step = std::max<int64_t>(1, kPieceNumbers / columns);
-  const auto failed = c10::str("tensor ", excerpt(name), " cannot be read");
+  const auto failed = text_of({"tensor ", excerpt(name), " cannot be read"});
   const auto piece =
       at::empty({std::min(step, rows.size(0)), static_cast<int64_t>(described.row_bytes)}, bytes_on_cpu());
   for (int64_t begin = 0; begin < rows.size(0); begin += step) {

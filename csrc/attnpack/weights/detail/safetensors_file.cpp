@@ -81,7 +81,7 @@ std::vector<int64_t> SafetensorsFile::sizes(const std::string& name) const {
 
 template <typename Call>
 auto SafetensorsFile::reading(const std::string& name, const Call& call) const {
-  return naming(path_, c10::str("tensor ", excerpt(name), " cannot be read").c_str(), kGetAgain, call);
+  return naming(path_, text_of({"tensor ", excerpt(name), " cannot be read"}).c_str(), kGetAgain, call);
 }
 
 at::Tensor SafetensorsFile::map(const std::string& name) {

@@ -41,8 +41,8 @@ std::string json_text(const std::string& words) {
 }
 
 std::string json_entry(const StoredDtype& dtype, const std::vector<int64_t>& shape, uint64_t begin, uint64_t end) {
-  return c10::str("{\"dtype\":\"", dtype.name, "\",\"shape\":[", c10::Join(",", shape), "],\"data_offsets\":[", begin,
-                  ",", end, "]}");
+  return text_of({"{\"dtype\":\"", dtype.name, "\",\"shape\":[", joined_by(",", shape), "],\"data_offsets\":[", begin,
+                  ",", end, "]}"});
 }
 
 // Raises for text of the header that is not UTF-8, which no reader takes. called: "tensors: got the name ".

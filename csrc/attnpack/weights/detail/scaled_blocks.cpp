@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include <attnpack/weights/detail/file_errors.h>
+
 namespace attnpack {
 
 namespace {
@@ -24,16 +26,16 @@ Tensor e2m1_numbers(const at::Device& device) {
 }  // namespace
 
 Tensor from_fp8(const Tensor& values, const Tensor& scales, const std::array<int64_t, 2>& block) {
-  TORCH_CHECK_VALUE(values.scalar_type() == at::kFloat8_e4m3fn, "it is ", values.scalar_type(), ", wants F8_E4M3");
-  TORCH_CHECK_VALUE(is_scale(scales), "its scales are ", scales.scalar_type(), ", want F32, BF16 or F8_E8M0");
-  TORCH_CHECK_VALUE(values.dim() == 2, "it has ", values.dim(), " dims, wants 2");
+  refuse_unless(values.scalar_type() == at::kFloat8_e4m3fn, "it is ", values.scalar_type(), ", wants F8_E4M3");
+  refuse_unless(is_scale(scales), "its scales are ", scales.scalar_type(), ", want F32, BF16 or F8_E8M0");
+  refuse_unless(values.dim() == 2, "it has ", values.dim(), " dims, wants 2");
   const auto rows = values.size(0), columns = values.size(1);
   // A block that reaches past the end is cut: the file says how large blocks are, and may lie.
   const auto height = std::min(block[0], std::max<int64_t>(rows, 1)),
              width = std::min(block[1], std::max<int64_t>(columns, 1));
   const auto row_blocks = (rows + height - 1) / height, column_blocks = (columns + width - 1) / width;
-  TORCH_CHECK_VALUE(scales.sizes() == at::IntArrayRef({row_blocks, column_blocks}), "its scales have shape ",
-                    scales.sizes(), ", want [", row_blocks, ", ", column_blocks, "]");
+  refuse_unless(scales.sizes() == at::IntArrayRef({row_blocks, column_blocks}), "its scales have shape ",
+                scales.sizes(), ", want [", row_blocks, ", ", column_blocks, "]");
   const Tensor result = at::empty(values.sizes(), values.options().dtype(at::kFloat));
   if (values.is_meta()) return result;
   const Tensor wide = scales.to(at::kFloat).repeat_interleave(width, 1).narrow(1, 0, columns);
@@ -45,12 +47,12 @@ Tensor from_fp8(const Tensor& values, const Tensor& scales, const std::array<int
 }
 
 Tensor from_mxfp4(const Tensor& blocks, const Tensor& scales) {
-  TORCH_CHECK_VALUE(blocks.scalar_type() == at::kByte, "its blocks are ", blocks.scalar_type(), ", want U8");
-  TORCH_CHECK_VALUE(scales.scalar_type() == at::kByte, "its scales are ", scales.scalar_type(), ", want U8");
-  TORCH_CHECK_VALUE(blocks.dim() > 1 && blocks.size(-1) == 16, "its blocks have shape ", blocks.sizes(),
-                    ", want 16 bytes each");
-  TORCH_CHECK_VALUE(scales.sizes() == blocks.sizes().slice(0, blocks.dim() - 1), "its scales have shape ",
-                    scales.sizes(), ", want one for each of blocks ", blocks.sizes());
+  refuse_unless(blocks.scalar_type() == at::kByte, "its blocks are ", blocks.scalar_type(), ", want U8");
+  refuse_unless(scales.scalar_type() == at::kByte, "its scales are ", scales.scalar_type(), ", want U8");
+  refuse_unless(blocks.dim() > 1 && blocks.size(-1) == 16, "its blocks have shape ", blocks.sizes(),
+                ", want 16 bytes each");
+  refuse_unless(scales.sizes() == blocks.sizes().slice(0, blocks.dim() - 1), "its scales have shape ", scales.sizes(),
+                ", want one for each of blocks ", blocks.sizes());
   const Tensor halves = at::stack({blocks.bitwise_and(15), blocks.bitwise_right_shift(4)}, -1);  // [..., G, 16, 2]
   const Tensor numbers = e2m1_numbers(blocks.device()).index_select(0, halves.to(at::kInt).flatten());
   const Tensor scale = scales.contiguous().view(at::kFloat8_e8m0fnu).to(at::kFloat);
