@@ -89,7 +89,11 @@ CASES = {
     "config": (lies.whole_hf(False), "config.json: cannot be read as JSON", "config.json"),
     "index": (lies.whole_hf(True), "index.json: cannot be read as JSON", lies.INDEX),
     "gguf layers": ({"model.gguf": gguf_changed("llama.block_count", 2**31)}, "asks for 2147483648 layers", None),
-    "gguf heads": ({"model.gguf": gguf_changed("llama.attention.head_count", 2**31)}, "key_length is 0", None),
+    "gguf heads": (
+        {"model.gguf": gguf_changed("llama.attention.head_count", 2**31)},
+        "head_count = 2147483648 heads",
+        None,
+    ),
     "gguf width": (
         {"model.gguf": gguf_changed("llama.embedding_length", 2**31)},
         "head_dim 1073741824",

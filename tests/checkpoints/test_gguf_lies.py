@@ -59,6 +59,7 @@ LIES = {
     "a name that is no text": ([tensor(b"\xff", (16,), 0)], [], "is no GGUF file that can be read", True),
     "a key that is no text": ([], [key(b"\xff", UINT32, 1)], "is no GGUF file that can be read", True),
     "a type that is none": ([tensor("a", (16,), 0, 99)], [], "of a type the package gguf cannot dequantise", True),
+    "a type that is no more": ([tensor("a", (16,), 0, 4)], [], "of type 4, which ggml has removed; use a file", True),
 }
 
 

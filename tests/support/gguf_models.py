@@ -3,6 +3,7 @@ what the converter changes of each architecture stands here."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -108,11 +109,13 @@ def native_model(path: Path, dtype: torch.dtype = torch.float32, weights: str = 
 
 
 def refused(path: Path, *words: str, **keywords: Any) -> None:
-    """Checks that from_gguf refuses the file by a sentence that names it and has these words."""
+    """Checks that from_gguf refuses the file by a sentence that names it, has these words, and ends with the fix."""
     with pytest.raises(ValueError) as caught:
         attnpack.CausalLM.from_gguf(path, **keywords)
+    message = str(caught.value)
     for word in (str(path), *words):
-        assert word in str(caught.value), str(caught.value)
+        assert word in message, message
+    assert re.search(r"[:;,] (get|give|use|pass|join|convert|from_gguf reads) [^:;]*$", message), message
 
 
 def split_at_experts(key: str) -> tuple[str, str, str]:

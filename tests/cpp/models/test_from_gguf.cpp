@@ -5,6 +5,7 @@
 #include "complains.h"
 #include "folder.h"
 #include "gguf_bytes.h"
+#include "grouped_numbers.h"
 
 #include <attnpack/attnpack.h>
 
@@ -139,9 +140,30 @@ TEST_CASE("what cannot be loaded is refused by name") {
   REQUIRE(refuses("max_positions", whole, GgufOptions().max_positions(0)));
   REQUIRE(refuses("has blk.1.attn_q.weight and another tensor for the weight model.layers.1.self_attn.q_proj.weight",
                   file_of(random_llama(), false, "llama", true)));
+  const auto with_heads = [](uint32_t width, uint32_t heads) {
+    return GgufBytes()
+        .add("general.architecture", "llama")
+        .add("llama.embedding_length", width)
+        .add("llama.block_count", 1u)
+        .add("llama.attention.head_count", heads)
+        .add_tensor("token_embd.weight", at::ones({4, 8}))
+        .bytes();
+  };
+  REQUIRE(
+      refuses("llama.embedding_length is 8, wants at least one dim for each of the llama.attention.head_count = 16 "
+              "heads, because llama.attention.key_length is absent; the file is damaged, get it again",
+              with_heads(8, 16)));
+  bool said = false;
+  {
+    const GroupedNumbers german;
+    said = refuses("its configuration asks for 2000000 heads of head_dim 1500, together 1048576",
+                   with_heads(3'000'000'000, 2'000'000)) &&
+           complains("does not divide embed_dim 1026", [] { MultiHeadAttention(1026, 4); });
+  }
+  REQUIRE(said);
   auto other = whole;
   other.replace(other.find("blk.1.attn_k.weight"), 19, "blk.1.attn_z.weight");
-  REQUIRE(refuses("tensor blk.1.attn_z.weight has no place in the architecture llama", other));
+  REQUIRE(refuses("tensor blk.1.attn_z.weight has no place in the architecture llama; give another model", other));
 }
 
 }  // namespace attnpack

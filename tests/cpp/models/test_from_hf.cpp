@@ -88,6 +88,9 @@ TEST_CASE("what a checkpoint cannot be is named") {
   };
   const auto configure = [&](const std::string& text) { folder.write("x/config.json", text); };
   REQUIRE(says(": has no config.json; give the directory of a Hugging Face checkpoint"));
+  std::filesystem::create_directory(folder.path("x/config.json"));
+  REQUIRE(says("/config.json: is a directory, wants a readable file with data: put one in its place"));
+  std::filesystem::remove(folder.path("x/config.json"));
   configure(kConfig);
   REQUIRE(says(": has neither model.safetensors nor model.safetensors.index.json"));
   auto model = random_model();

@@ -9,6 +9,8 @@
 #include <attnpack/ops/stored_linear.h>
 #include <attnpack/weights/detail/gguf_file.h>
 
+#include <sys/stat.h>
+
 #include <cmath>
 
 namespace attnpack {
@@ -133,7 +135,8 @@ TEST_CASE("blocks of GGUF tensors stay as they are") {
 TEST_CASE("a type that is none of C++'s is read by what is given") {
   const Folder folder;
   const auto path = folder.write("x.gguf", GgufBytes().add_tensor("x", {2, 8}, kQ2_K, std::string(6, '\7')).bytes());
-  REQUIRE(complains(path + ": has tensors of type Q2_K, which only Python reads", [&] { GgufFile{path}; }));
+  REQUIRE(
+      complains(path + ": has tensors of type Q2_K, which C++ does not widen: Python may", [&] { GgufFile{path}; }));
   GgufOtherTypes others;
   others.block = [](uint32_t) { return std::pair<uint64_t, uint64_t>(8, 3); };
   others.widen = [](uint32_t type, const at::Tensor& bytes) {
@@ -162,7 +165,9 @@ TEST_CASE("GGUF files that lie are refused by a sentence") {
   REQUIRE(gguf_refused(folder, tensor({17}, 0), "tensor x ends at byte 132, but the file has 128"));
   REQUIRE(gguf_refused(folder, tensor({0, -1}, 0), "tensor x has a size of 18446744073709551615"));
   REQUIRE(gguf_refused(folder, tensor({33}, kQ8_0), "tensor x has rows of 33, which its type stores in blocks of 32"));
-  REQUIRE(gguf_refused(folder, tensor({1}, 99), "has tensors of type 99, which only Python reads"));
+  REQUIRE(gguf_refused(folder, tensor({1}, 99), "has tensors of type 99, which is unknown here; use a file of"));
+  REQUIRE(gguf_refused(folder, tensor({1}, 77), "has tensors of type 77, which is unknown here; use a file of"));
+  REQUIRE(gguf_refused(folder, tensor({1}, 4), "has tensors of type 4, which ggml has removed; use a file of"));
   REQUIRE(gguf_refused(folder, tensor({}, 0), "tensor x has 0 dims, wants 1 to 4"));
   REQUIRE(gguf_refused(folder, tensor({1, 1, 1, 1, 1}, 0), "tensor x has 5 dims, wants 1 to 4"));
   REQUIRE(gguf_refused(folder, GgufBytes().add("k\xff", 1U).bytes(), "is no GGUF file that can be read (the name"));
@@ -182,8 +187,15 @@ TEST_CASE("GGUF files that lie are refused by a sentence") {
   for (int i = 0; i < 17; ++i) deep += list(kArrayKey, 1);
   REQUIRE(
       gguf_refused(folder, GgufBytes().add("k", kArrayKey, deep).bytes(), "metadata with arrays in arrays, 16 deep"));
-  REQUIRE(complains(": is a directory; give the path of a .gguf file", [&] { GgufFile{folder.path(".")}; }));
-  REQUIRE(complains(": no such file; give the path", [&] { GgufFile{folder.path("none.gguf")}; }));
+
+  const auto none = folder.path("none.gguf"), pipe = folder.path("pipe.gguf");
+  REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
+  REQUIRE(complains(": is a directory; give the path of a .gguf file, or use", [&] { GgufFile{folder.path(".")}; }));
+  REQUIRE(complains(none + ": no such file; give the path of a .gguf file", [&] { GgufFile{none}; }));
+  REQUIRE(complains(none + "/x: no such file; give the path of a .gguf file", [&] { GgufFile{none + "/x"}; }));
+  REQUIRE(complains(pipe + ": is a named pipe; give the path of a .gguf file", [&] { GgufFile{pipe}; }));
+  REQUIRE(complains(": is a device; give the path of a .gguf file", [] { GgufFile{"/dev/null"}; }));
+  REQUIRE(complains(": cannot be read (File name too long); give", [] { GgufFile{std::string(10'000, 'x')}; }));
 
   // Cut anywhere, it is refused.
   const auto whole = GgufBytes().add("k", "words").add_tensor("x", torch::ones({4, 4})).bytes();

@@ -10,6 +10,7 @@
 #include <attnpack/weights/detail/shards.h>
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <csignal>
 
@@ -127,6 +128,12 @@ TEST_CASE("each check refuses its lie, and names the file") {
   REQUIRE(complains("none: is not a safetensors file (No such file or directory); get",
                     [&] { load_safetensors(folder.path("none")); }));
   REQUIRE(complains(": has neither model.safetensors nor", [&] { load_safetensors(folder.path(".")); }));
+  const auto pipe = folder.path("model.safetensors");
+  REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
+  REQUIRE(complains("model.safetensors: is a named pipe, wants a readable file with data: put one in its place",
+                    [&] { load_safetensors(folder.path(".")); }));
+  REQUIRE(complains(pipe + ": is not a safetensors file (it is a named pipe, wants a readable file with data",
+                    [&] { load_safetensors(pipe); }));
 }
 
 TEST_CASE("numbers in files and in sentences are the same in every locale of the program") {

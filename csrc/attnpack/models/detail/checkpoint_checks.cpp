@@ -45,7 +45,7 @@ OneLayer shapes_of_one_layer(const std::string& path, CausalLMOptions options, c
   }
   options.num_layers(static_cast<int64_t>(layers.size())).layer_settings(layers).factory(factory);
   Shapes shapes;
-  naming(path, "its configuration makes no model", "get it again", [&] {
+  naming(path, "its configuration makes no model", kGetFileAgain, [&] {
     const CausalLM model(options);
     add_shapes(shapes, *model);
     if (auto table = model->model->layer_inputs) {
@@ -112,10 +112,10 @@ Shapes check_checkpoint_tensors(const std::string& path, const Shapes& found, co
                 missing.empty() ? std::string() : text_of({"lacks ", some(missing)}),
                 missing.empty() || extra.empty() ? "" : " and ",
                 extra.empty() ? std::string() : text_of({"has unexpected ", some(extra)}),
-                "; its configuration asks for other tensors");
+                "; its configuration asks for other tensors, ", kGetAgain);
   for (const auto& [name, shape] : expected) {
     refuse_unless(found.at(name) == shape, path, ": ", name, " has shape ", listed(found.at(name)),
-                  ", its configuration asks for ", listed(shape));
+                  ", its configuration asks for ", listed(shape), "; ", kGetAgain);
   }
   return expected;
 }

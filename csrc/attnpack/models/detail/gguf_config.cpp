@@ -37,12 +37,12 @@ constexpr const char* kWidths[] = {"attention.value_length", "attention.key_leng
 
 // The heads of keys; where layers differ in them, the most of a layer.
 int64_t num_kv_heads(const GgufSettings& file, const GgufFamily& family, int64_t num_layers, int64_t num_heads) {
-  const std::string key = "attention.head_count_kv";
+  const auto* key = "attention.head_count_kv";
   if (!file.is_list(key)) return file.size(key, num_heads);
-  file.check(family.listed.count(key), kUnequalHeads);
+  check_equal_heads(file, key, family.listed.count(key));
   const auto counts = file.by_layer(key, num_layers, std::nullopt, 0);
   const auto most = *std::max_element(counts.begin(), counts.end());
-  file.check(most >= 1, kUnequalHeads);
+  check_equal_heads(file, key, most >= 1);
   return most;
 }
 
@@ -60,8 +60,8 @@ std::optional<Window> window_of_all(const GgufSettings& file, int64_t positions)
   if (!file.is_set(key)) return std::nullopt;
   const auto& value = file.get(key);
   const auto* width = value.as<int64_t>();
-  file.check(width && *width >= 1, file.full(key), " is ", excerpt(shown(value)),
-             ", wants an int of at least 1 for all layers");
+  file.check(width && *width >= 1, file.full(key), " is ", quoted(value), ", wants an int of at least 1 for all layers",
+             kOtherModel);
   if (!file.has("attention.sliding_window_pattern")) return Window{*width - 1, 0};
   file.check(*width >= positions, file.full(key), " is ", *width,
              " in some layers only, which is not supported yet, and shorter than the context of ", positions,
@@ -71,12 +71,11 @@ std::optional<Window> window_of_all(const GgufSettings& file, int64_t positions)
 
 void check_usual(const GgufSettings& file, const GgufFamily& family, int64_t head_dim) {
   file.check(file.is_usual("attention.causal", true), file.full("attention.causal"), " is ",
-             excerpt(shown(file.get("attention.causal"))), ", wants True: every token sees only those before it here");
+             quoted(file.get("attention.causal")), ", wants True: every token sees only those before it here",
+             kOtherModel);
   for (const char* key : kWidths) {
-    const auto& value = file.get(key);
-    if (value.is_null() || family.settings.count(key)) continue;
-    file.check(number_in(value) == static_cast<double>(head_dim), file.full(key), " is ", excerpt(shown(value)),
-               ", head_dim is ", head_dim, "; models where they differ are not supported");
+    if (family.settings.count(key)) continue;
+    check_width(file, key, "head_dim", head_dim);
   }
 }
 
@@ -109,7 +108,7 @@ const GgufFamily& gguf_family(const GgufSettings& file) {
     (names += names.empty() ? "" : ", ") += family.architecture;
   }
   const auto* given = file.file().find("general.architecture");
-  TORCH_CHECK_VALUE(false, text_of({file.path(), ": architecture ", excerpt(shown(given ? *given : Json())),
+  TORCH_CHECK_VALUE(false, text_of({file.path(), ": architecture ", quoted(given ? *given : Json()),
                                     " is not supported; from_gguf reads ", names}));
 }
 
@@ -117,18 +116,37 @@ int64_t further_layers(const GgufSettings& file, const GgufFamily& family) {
   const std::string key = "nextn_predict_layers";
   if (!family.settings.count(key) || !file.is_set(key)) return 0;
   const auto count = file.size(key), all = file.size("block_count");
-  file.check(count < all, file.full(key), " is ", count, ", wants less than block_count, ", all);
+  file.check(count < all, file.full(key), " is ", count, ", wants less than block_count, ", all, kDamaged);
   return count;
 }
 
+void check_equal_heads(const GgufSettings& file, const char* key, bool are_equal) {
+  file.check(are_equal, file.full(key), " is ", quoted(file.get(key)),
+             ", wants one number above 0 for all layers with attention: head counts that differ from layer to layer "
+             "are not supported",
+             kOtherModel);
+}
+
+void check_width(const GgufSettings& file, const char* key, const char* other, int64_t width) {
+  const auto& value = file.get(key);
+  file.check(value.is_null() || number_in(value) == static_cast<double>(width), file.full(key), " is ", quoted(value),
+             ", wants ", width, ", which is ", other, ": models where they differ are not supported", kOtherModel);
+}
+
 int64_t width_of_head(const GgufSettings& file) {
-  return file.size("attention.key_length", file.size("embedding_length") / file.size("attention.head_count"));
+  const auto* key = "attention.key_length";
+  if (file.has(key)) return file.size(key);
+  const auto all = file.size("embedding_length"), heads = file.size("attention.head_count");
+  file.check(all >= heads, file.full("embedding_length"), " is ", all, ", wants at least one dim for each of the ",
+             file.full("attention.head_count"), " = ", heads, " heads, because ", file.full(key), " is absent",
+             kDamaged);
+  return all / heads;
 }
 
 GgufSizes gguf_sizes(const GgufSettings& file, const GgufFamily& family) {
   for (const auto& key : kUnsupportedKeys)
     if (!family.settings.count(key)) file.refuse({key});
-  file.check(!file.is_list("attention.head_count"), kUnequalHeads);
+  check_equal_heads(file, "attention.head_count", !file.is_list("attention.head_count"));
   GgufSizes sizes{};
   sizes.embed_dim = file.size("embedding_length");
   sizes.num_heads = file.size("attention.head_count");

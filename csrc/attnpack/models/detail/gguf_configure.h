@@ -39,7 +39,10 @@ bool is_corrected(const GgufSettings& file);
 // The first leading_dense_block_count layers have no experts.
 void set_first_dense(const GgufSettings& file, CausalLMOptions& options);
 
-inline constexpr const char* kUnequalHeads = "head counts that differ from layer to layer are not supported";
+// Raises unless the counts of heads in `key` are as many in all layers that have any.
+void check_equal_heads(const GgufSettings& file, const char* key, bool are_equal);
+// Raises unless `key` is absent, or `width`, which `other` is.
+void check_width(const GgufSettings& file, const char* key, const char* other, int64_t width);
 // The dims of a head.
 int64_t width_of_head(const GgufSettings& file);
 // The first dims of a head that rotate, if not all do.

@@ -9,7 +9,7 @@ namespace attnpack {
 namespace {
 
 void check_count(const GgufSettings& file, const char* key, int64_t count) {
-  file.check(count <= kMostExperts, file.full(key), " is ", count, ", wants at most ", kMostExperts);
+  file.check(count <= kMostExperts, file.full(key), " is ", count, ", wants at most ", kMostExperts, kDamaged);
 }
 
 MixtureOfExpertsOptions usual_experts(const GgufSettings& file, bool normalize) {
@@ -24,8 +24,8 @@ MixtureOfExpertsOptions without_groups(const GgufSettings& file, bool normalize)
   file.refuse({"expert_shared_count", "expert_group_count", "expert_group_used_count"}, {0, 1});
   file.refuse({"expert_weights_scale"}, {0, 1});
   const auto* key = "expert_weights_norm";
-  file.check(file.is_usual(key, normalize), file.full(key), " is not ", normalize ? "True" : "False",
-             ", which is not supported yet");
+  file.check(file.is_usual(key, normalize), file.full(key), " = ", quoted(file.get(key)),
+             " is not supported yet, wants ", normalize ? "True" : "False", " or no such key", kOtherModel);
   return usual_experts(file, normalize);
 }
 

@@ -15,19 +15,15 @@ const std::string kLayerInputs = "model.layer_inputs.embed_tokens.weight";
 int64_t count_shared(const GgufSettings& file) {
   const auto* key = "attention.shared_kv_layers";
   const auto count = file.size_if_set(key).value_or(0), layers = file.size("block_count");
-  file.check(count < layers, file.full(key), " is ", count, ", wants less than block_count, ", layers);
+  file.check(count < layers, file.full(key), " is ", count, ", wants less than block_count, ", layers, kDamaged);
   return count;
 }
 
 // The settings of layers with a window.
 LayerSettings sliding_layer(const GgufSettings& file, const Options& o) {
   const auto head_dim = file.size("attention.key_length_swa", *o.head_dim());
-  for (const char* key : {"attention.value_length_swa", "rope.dimension_count_swa"}) {
-    const auto& value = file.get(key);
-    file.check(value.is_null() || number_in(value) == static_cast<double>(head_dim), file.full(key), " is ",
-               excerpt(shown(value)), ", attention.key_length_swa is ", head_dim,
-               "; models where they differ are not supported");
-  }
+  for (const char* key : {"attention.value_length_swa", "rope.dimension_count_swa"})
+    check_width(file, key, "attention.key_length_swa", head_dim);
   return LayerSettings()
       .window(Window{file.size("attention.sliding_window") - 1, 0})
       .head_dim(head_dim)
@@ -49,7 +45,7 @@ void set_layers(const GgufSettings& file, Options& o) {
       int64_t source = own - 1;
       while (source >= 0 && slides[source] != slides[i]) --source;
       file.check(source >= 0, file.full("attention.shared_kv_layers"), " = ", count - own,
-                 " leaves no layer of the kind of layer ", i, " with keys of its own");
+                 " leaves no layer of the kind of layer ", i, " with keys of its own", kDamaged);
       layer.kv_from(source);
     } else if (!file.has_shape("model.layers." + std::to_string(i) + ".self_attn.v_proj.weight")) {
       layer.keys_as_values(true);
@@ -60,8 +56,8 @@ void set_layers(const GgufSettings& file, Options& o) {
 
 // Scores are not scaled, and values are normed like keys, without weights.
 void configure_gemma4(const GgufSettings& file, Options& o) {
-  file.check(file.file().has(kRopeFreqs), "lacks ", kRopeFreqs,
-             ", the divisors of layers without a window; get it again");
+  file.check(file.file().has(kRopeFreqs), "lacks ", kRopeFreqs, ", the divisors of layers without a window; ",
+             kGetFileAgain);
   o.layout("sandwich")
       .activation("geglu_tanh")
       .embed_scale(std::pow(static_cast<double>(o.embed_dim()), 0.5))

@@ -14,10 +14,11 @@ using Options = CausalLMOptions;
 
 // Layers for which attention.head_count_kv lists no heads. A count for all layers says that all attend.
 std::vector<bool> layers_without_keys(const GgufSettings& file, const Options& o) {
-  const auto counts = file.by_layer("attention.head_count_kv", o.num_layers(), o.num_heads(), 0);
+  const auto* key = "attention.head_count_kv";
+  const auto counts = file.by_layer(key, o.num_layers(), o.num_heads(), 0);
   std::set<int64_t> kinds(counts.begin(), counts.end());
   kinds.erase(0);
-  file.check(kinds.size() == 1, kUnequalHeads);
+  check_equal_heads(file, key, kinds.size() == 1);
   std::vector<bool> without(counts.size());
   std::transform(counts.begin(), counts.end(), without.begin(), [](int64_t count) { return count == 0; });
   return without;
@@ -27,8 +28,8 @@ std::vector<bool> layers_without_keys(const GgufSettings& file, const Options& o
 std::vector<bool> all_but_each(const GgufSettings& file, const Options& o) {
   const auto* key = "attention.recurrent_layers";
   const auto listed = file.bools_by_layer(key, o.num_layers(), true);
-  file.check(listed || !file.has(key), file.full(key), " is ", excerpt(shown(file.get(key))),
-             ", wants True or False for each of ", o.num_layers(), " layers");
+  file.check(listed || !file.has(key), file.full(key), " is ", quoted(file.get(key)),
+             ", wants True or False for each of ", o.num_layers(), " layers", kDamaged);
   if (listed) return *listed;
   const auto every = file.size("full_attention_interval", 4);
   std::vector<bool> recurrent(o.num_layers());
@@ -39,7 +40,7 @@ std::vector<bool> all_but_each(const GgufSettings& file, const Options& o) {
 int64_t width_by_head(const GgufSettings& file) {
   const auto width = file.size("ssm.inner_size"), heads = file.size("ssm.time_step_rank");
   file.check(width % heads == 0, file.full("ssm.inner_size"), " is ", width,
-             ", wants a multiple of ssm.time_step_rank, ", heads);
+             ", wants a multiple of ssm.time_step_rank, ", heads, kDamaged);
   return width / heads;
 }
 

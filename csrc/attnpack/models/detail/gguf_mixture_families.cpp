@@ -20,8 +20,8 @@ constexpr int64_t kChunk = 8192, kWithoutNorm = 128;
 void configure_llama4(const GgufSettings& file, Options& o) {
   const auto& window = file.get("attention.sliding_window");
   file.check(window.is_null() || number_in(window) == static_cast<double>(kChunk),
-             file.full("attention.sliding_window"), " is ", excerpt(shown(window)), ", wants ", kChunk,
-             " or no such key: llama.cpp reads no model of this architecture with other chunks");
+             file.full("attention.sliding_window"), " is ", quoted(window), ", wants ", kChunk,
+             " or no such key: llama.cpp reads no model of this architecture with other chunks", kOtherModel);
   const auto chunked = sliding_layers(file, o.num_layers(), 4);
   const auto step = file.size("interleave_moe_layer_step");
   const auto width = file.size("expert_feed_forward_length");

@@ -71,7 +71,7 @@ void configure_gptneox(const GgufSettings& file, Options& o) {
 
 void configure_stablelm(const GgufSettings& file, Options& o) {
   file.check(!file.has_shape("model.layers.0.self_attn.q_norm.weight"),
-             "has a norm for the queries of each head (attn_q_norm), which is not supported yet");
+             "has a norm for the queries of each head (attn_q_norm), which is not supported yet", kOtherModel);
   set_rotated_part(file, o);
   if (file.is_on("use_parallel_residual", true)) o.layout("parallel");
 }

@@ -56,8 +56,8 @@ void configure_phi3(const GgufSettings& file, Options& o) {
 
 void configure_falcon(const GgufSettings& file, Options& o) {
   const auto* key = "use_parallel_residual";
-  file.check(file.is_usual(key, true), file.full(key), " is ", excerpt(shown(file.get(key))),
-             ", wants True or no such key");
+  file.check(file.is_usual(key, true), file.full(key), " is ", quoted(file.get(key)), ", wants True or no such key",
+             kOtherModel);
   const bool two = file.has_shape("model.layers.0.post_attention_layernorm.weight");
   o.layout(two ? "parallel_two" : "parallel").activation("gelu");
 }

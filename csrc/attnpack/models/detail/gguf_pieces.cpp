@@ -119,15 +119,15 @@ class PieceFinder {
   }
 
   void check_place(bool has_one, const std::string& name) const {
-    file_.check(has_one, "tensor ", excerpt(name), " has no place in the architecture ", file_.architecture());
+    file_.check(has_one, "tensor ", excerpt(name), " has no place in the architecture ", file_.architecture(),
+                kOtherModel);
   }
 
   void put(const std::string& name, GgufPiece piece) {
     const auto [place, is_new] = pieces_.try_emplace(name, std::move(piece));
     file_.check(is_new, "has ", excerpt(place->second.sources[0]), " and another tensor for the weight ", excerpt(name),
-                "; get the file again");
-    file_.check(pieces_.size() <= kMostPieces, "its tensors hold more than ", kMostPieces,
-                " weights; the file is damaged, get it again");
+                kDamaged);
+    file_.check(pieces_.size() <= kMostPieces, "its tensors hold more than ", kMostPieces, " weights", kDamaged);
   }
 
   // They come with the first of the recipe's sources; the others give none.
@@ -136,7 +136,7 @@ class PieceFinder {
     for (const auto& source : recipe->sources) {
       sources.push_back(stored.theirs(source));
       file_.check(file_.file().has(sources.back()), excerpt(name), " comes with ", excerpt(sources.back()),
-                  ", which the file lacks; get it again");
+                  ", which the file lacks; ", kGetFileAgain);
     }
     if (name != sources[0]) return;
     const auto shapes = shapes_made(*recipe, sources);
@@ -159,7 +159,7 @@ class PieceFinder {
     } catch (const std::exception&) {  // of meta tensors also other errors than torch's, where Python computes them
       fits = false;
     }
-    file_.check(fits, given, ", which its configuration does not fit; get the file again");
+    file_.check(fits, given, ", which its configuration does not fit; ", kGetFileAgain);
     return shapes;
   }
 
@@ -175,7 +175,7 @@ class PieceFinder {
       listed += (i == 0 ? "" : ", ") + targets[i].substr(targets[i].rfind('.') + 1);
     }
     file_.check(all == shape[0], excerpt(name), " has ", shape[0], " rows, its configuration asks for ", all, ": ",
-                listed);
+                listed, kDamaged);
     int64_t first = 0;
     for (size_t i = 0; i < rows.size(); ++i) {
       auto own = shape;
@@ -191,7 +191,7 @@ class PieceFinder {
     const bool fits = shape.size() >= 2 && shape[0] <= kMostExperts && (count == 1 || shape[1] % count == 0) &&
                       std::find(shape.begin(), shape.end(), 0) == shape.end();
     file_.check(fits, excerpt(name), " has shape ", at::IntArrayRef(shape), ", wants the experts first, at most ",
-                kMostExperts);
+                kMostExperts, kDamaged);
     const Shape of_one(shape.begin() + 1, shape.end());
     int64_t each = 1;  // of rows
     for (size_t i = 0; i + 1 < of_one.size(); ++i) each *= of_one[i];

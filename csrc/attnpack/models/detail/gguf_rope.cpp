@@ -23,19 +23,19 @@ std::optional<RopeScaling> gguf_rope_scaling(const GgufSettings& file, const Ggu
   for (const auto& [name, usual] : kUsual) {
     const auto& value = file.get(key_of(name));
     if (value.is_null() || family.settings.count(key_of(name))) continue;
-    file.check(number_in(value) == usual, file.full(key_of(name)), " = ", excerpt(shown(value)),
-               " is not supported yet");
+    file.check(number_in(value) == usual, file.full(key_of(name)), " = ", quoted(value),
+               " is not supported yet, wants ", usual, " or no such key", kOtherModel);
   }
   if (file.file().has(kRopeFreqs)) {
     file.check((is_kind("none") || is_kind("linear")) && !stretched, "has ", kRopeFreqs,
-               " together with rope.scaling.type ", excerpt(shown(kind)), ", which is not supported");
+               " together with rope.scaling.type ", quoted(kind), ", which is not supported", kOtherModel);
     // The result of Llama 3's scaling. This is LongRoPE with the same list for all lengths.
     const auto divisors = *file.vector(kRopeFreqs, head_dim / 2);
     return RopeScaling().rope_type("longrope").short_factor(divisors).long_factor(divisors).attention_factor(1.0);
   }
   if (is_kind("none") || (is_kind("linear") && !stretched)) return std::nullopt;
-  file.check(is_kind("linear") || is_kind("yarn"), file.full(key_of("type")), " is ", excerpt(shown(kind)),
-             "; readable are 'none', 'linear' and 'yarn'");
+  file.check(is_kind("linear") || is_kind("yarn"), file.full(key_of("type")), " is ", quoted(kind),
+             ", wants 'none', 'linear' or 'yarn'", kOtherModel);
   auto scaling = RopeScaling().factor(file.number(factor_key, 1.0));
   if (is_kind("linear")) return scaling.rope_type("linear");
   const auto trained = file.size_if_set(key_of("original_context_length"));

@@ -40,7 +40,7 @@ bool GgufSettings::is_set(const std::string& key) const { return attnpack::is_se
 bool GgufSettings::is_on(const std::string& key, bool usual) const {
   const auto& value = get(key);
   const auto* on = value.as<bool>();
-  check(on || value.is_null(), full(key), " is ", excerpt(shown(value)), ", wants True or False");
+  check(on || value.is_null(), full(key), " is ", quoted(value), ", wants True or False", kDamaged);
   return on ? *on : usual;
 }
 
@@ -51,15 +51,15 @@ bool GgufSettings::is_usual(const std::string& key, bool usual) const {
 }
 
 const Json& GgufSettings::required(const std::string& key) const {
-  check(is_set(key), "metadata lacks ", full(key), ", or it is 0; the file is damaged");
+  check(is_set(key), "metadata lacks ", full(key), ", or it is 0", kDamaged);
   return get(key);
 }
 
 int64_t GgufSettings::as_size(const std::string& key, const Json& value) const {
   const auto number = int_in(value);
   const bool large = value.as<uint64_t>() || (number && *number > kLargestSize);
-  check(number && *number >= 1 && !large, full(key), " is ", excerpt(shown(value)), ", wants an int of at least 1",
-        large ? text_of({" and at most ", kLargestSize}) : std::string());
+  check(number && *number >= 1 && !large, full(key), " is ", quoted(value), ", wants an int of at least 1",
+        large ? text_of({" and at most ", kLargestSize}) : std::string(), kDamaged);
   return *number;
 }
 
@@ -77,7 +77,7 @@ double GgufSettings::number(const std::string& key, std::optional<double> usual)
   const auto& value = usual ? get(key) : required(key);
   if (value.is_null()) return *usual;
   const double number = value.as<bool>() ? 0 : number_in(value).value_or(0);
-  check(number > 0 && std::isfinite(number), full(key), " is ", excerpt(shown(value)), ", wants a number above 0");
+  check(number > 0 && std::isfinite(number), full(key), " is ", quoted(value), ", wants a number above 0", kDamaged);
   return number;
 }
 
@@ -87,12 +87,12 @@ std::vector<int64_t> GgufSettings::by_layer(const std::string& key, int64_t laye
   const auto* list = value.as<Json::List>();
   if (!list) return std::vector<int64_t>(layers, size(key, usual));
   check(static_cast<int64_t>(list->size()) == layers, full(key), " lists ", list->size(),
-        " counts, wants one for each of ", layers, " layers");
+        " counts, wants one for each of ", layers, " layers", kDamaged);
   std::vector<int64_t> counts;
   for (const auto& item : *list) {
     const auto number = int_in(item);
-    check(number && *number >= least && *number <= kLargestSize, full(key), " is ", excerpt(shown(value)),
-          ", wants ints of at least ", least);
+    check(number && *number >= least && *number <= kLargestSize, full(key), " is ", quoted(value),
+          ", wants ints of at least ", least, kDamaged);
     counts.push_back(*number);
   }
   return counts;
@@ -106,8 +106,8 @@ std::optional<std::vector<bool>> GgufSettings::bools_by_layer(const std::string&
   for (const auto& item : *list)
     if (const auto* on = item.as<bool>()) found.push_back(*on);
   const auto count = static_cast<int64_t>(list->size());
-  check(found.size() == list->size() && (count == layers || (more && count > layers)), full(key), " is ",
-        excerpt(shown(value)), ", wants True or False for each of ", layers, " layers");
+  check(found.size() == list->size() && (count == layers || (more && count > layers)), full(key), " is ", quoted(value),
+        ", wants True or False for each of ", layers, " layers", kDamaged);
   found.resize(layers);
   return found;
 }
@@ -116,7 +116,7 @@ std::optional<std::vector<double>> GgufSettings::vector(const std::string& name,
   if (!file_->has(name)) return std::nullopt;
   const auto& shape = file_->tensor(name).shape;
   check(shape == std::vector<int64_t>{length}, name, " has shape ", at::IntArrayRef(shape), ", RoPE over ", 2 * length,
-        " dims asks for [", length, "]");
+        " dims asks for [", length, "]", kDamaged);
   const auto numbers = at::empty({length}, at::kFloat);
   file_->read(name, numbers);
   const auto* first = numbers.const_data_ptr<float>();
@@ -126,10 +126,12 @@ std::optional<std::vector<double>> GgufSettings::vector(const std::string& name,
 void GgufSettings::refuse(const std::vector<std::string>& keys, std::initializer_list<double> usual) const {
   for (const auto& key : keys) {
     const auto& value = get(key);
-    if (!attnpack::is_set(value)) continue;
     const auto number = number_in(value);
-    check(number && std::find(usual.begin(), usual.end(), *number) != usual.end(), full(key), " = ",
-          excerpt(shown(value)), " is not supported yet");
+    const bool is_usual = number && std::find(usual.begin(), usual.end(), *number) != usual.end();
+    if (is_usual || !attnpack::is_set(value)) continue;
+    std::string legal;
+    for (const double each : usual) legal += text_of({each, " or "});
+    check(false, full(key), " = ", quoted(value), " is not supported yet, wants ", legal, "no such key", kOtherModel);
   }
 }
 

@@ -28,8 +28,8 @@ void check_supported(const HfSettings& config, const std::set<std::string_view>&
   for (const auto& [name, off] : kUnsupported) {
     const auto& value = config.get(name);
     if (honoured.count(name)) continue;
-    config.check(value.is_null() || (off && number_in(value) == off), name, " = ", excerpt(shown(value)),
-                 " in config.json is not supported yet");
+    config.check(value.is_null() || (off && number_in(value) == off), name, " = ", quoted(value),
+                 " in config.json is not supported yet", kOtherModel);
   }
 }
 
@@ -80,7 +80,7 @@ const HfFamily& hf_family(const HfSettings& config) {
   for (const auto& family : families) (known += known.empty() ? "" : ", ") += family.model_type;
   known += ", and the language model of ";
   for (const auto model : kMultimodal) (known += model == kMultimodal[0] ? "" : ", ") += model;
-  config.check(found != families.end(), "model_type ", excerpt(shown(config.get("model_type"))),
+  config.check(found != families.end(), "model_type ", quoted(config.get("model_type")),
                " is not supported; from_hf reads ", known);
   return *found;
 }

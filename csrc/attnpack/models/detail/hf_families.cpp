@@ -133,7 +133,7 @@ void configure_gpt_oss(const HfSettings& config, Options& o) {
   const bool bias = config.is_on("attention_bias", true);
   for (const auto& [name, value] : {std::pair{"swiglu_alpha", 1.702}, std::pair{"swiglu_limit", 7.0}})
     config.check(config.number(name, value) == value, name, " in config.json is not ", value,
-                 ", which is not supported");
+                 ", which is not supported", kOtherModel);
   o.bias(bias).out_bias(bias).head_dim(config.size("head_dim", 64)).scores(ScoreSettings().sinks(true));
   o.experts(experts(config, *o.hidden_dim(), "num_local_experts", 128, 4)
                 .normalize(true)
@@ -184,7 +184,8 @@ void configure_deepseek(const HfSettings& config, Options& o) {
   const auto groups = config.size("n_group", third ? 8 : 1), best = config.size("topk_group", third ? 4 : 1);
   if (grouped) mixture.num_groups(groups).top_groups(best);
   o.experts(mixture);
-  config.check(config.size("moe_layer_freq", 1) == 1, "moe_layer_freq in config.json is not 1, which is not supported");
+  config.check(config.size("moe_layer_freq", 1) == 1, "moe_layer_freq in config.json is not 1, which is not supported",
+               kOtherModel);
   set_first_dense(config, o, "first_k_dense_replace", third ? 3 : 0);
 }
 

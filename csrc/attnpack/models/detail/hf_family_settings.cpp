@@ -19,8 +19,8 @@ std::optional<std::vector<bool>> layers_of_kind(const HfSettings& config, int64_
   const auto* list = kinds.as<Json::List>();
   config.check(
       list && static_cast<int64_t>(list->size()) == layers && std::all_of(list->begin(), list->end(), is_known),
-      setting, " in config.json is ", excerpt(shown(kinds)), ", wants '", *other.begin(), "' or '",
-      *wanted_kind.begin(), "' for each of ", layers, " layers");
+      setting, " in config.json is ", quoted(kinds), ", wants '", *other.begin(), "' or '", *wanted_kind.begin(),
+      "' for each of ", layers, " layers");
   std::vector<bool> found(list->size());
   std::transform(list->begin(), list->end(), found.begin(), is_wanted);
   return found;
@@ -56,7 +56,7 @@ std::string activation(const HfSettings& config, const char* usual, const std::m
   const auto found = known.find(value.is_null() ? usual : word ? *word : "");
   std::string names;
   for (const auto& [name, ours] : known) names += (names.empty() ? "" : ", ") + in_quotes(name);
-  config.check(found != known.end(), config.called("hidden_act"), " ", excerpt(shown(value)),
+  config.check(found != known.end(), config.called("hidden_act"), " ", quoted(value),
                " in config.json is not supported; readable are ", names);
   return found->second;
 }
@@ -67,7 +67,7 @@ std::optional<int64_t> window_size(const HfSettings& config, std::optional<int64
   const auto& value = config.get("sliding_window");
   if (value.is_null()) return config.has("sliding_window") ? std::nullopt : usual;
   const auto* size = value.as<int64_t>();
-  config.check(size && *size >= 1, "sliding_window in config.json is ", excerpt(shown(value)),
+  config.check(size && *size >= 1, "sliding_window in config.json is ", quoted(value),
                ", wants an int of at least 1, or null");
   return *size;
 }
@@ -96,8 +96,8 @@ void set_window(const HfSettings& config, CausalLMOptions& options, std::optiona
   const auto given = sliding_layers(config, options.num_layers());
   const auto agrees = [&](bool slides) { return slides == size.has_value(); };
   config.check(!given || std::all_of(given->begin(), given->end(), agrees), "layer_types in config.json is ",
-               excerpt(shown(config.get("layer_types"))), ", which transformers does not honour for ",
-               config.model_type(), ": there ", size ? "every layer has" : "no layer has",
+               quoted(config.get("layer_types")), ", which transformers does not honour for ", config.model_type(),
+               ": there ", size ? "every layer has" : "no layer has",
                " the window; take layer_types out of config.json");
   if (size) options.window(Window{*size - 1, 0});
 }
@@ -206,7 +206,7 @@ std::string plain_activation(const HfSettings& config, const char* usual) {
 
 void check_silu(const HfSettings& config) {
   const auto& value = config.get("hidden_act");
-  config.check(value.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", excerpt(shown(value)),
+  config.check(value.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", quoted(value),
                " in config.json is not supported; it must be 'silu'");
 }
 

@@ -22,7 +22,7 @@ void set_global_heads(const HfSettings& config, Options& o) {
   const auto dim = config.size("global_head_dim", 512);
   const auto heads = same ? config.size("num_global_key_value_heads", *o.num_kv_heads()) : *o.num_kv_heads();
   const auto* given = by_layer.as<Json::Object>();
-  config.check(given || by_layer.is_null(), "per_layer_config in config.json is ", excerpt(shown(by_layer)),
+  config.check(given || by_layer.is_null(), "per_layer_config in config.json is ", quoted(by_layer),
                ", wants an object with the settings of layers by their numbers");
   if (!given) {
     for (int64_t i = 0; i < o.num_layers(); ++i)
@@ -37,8 +37,8 @@ void set_global_heads(const HfSettings& config, Options& o) {
     for (const auto& [name, value] : *members) {
       const auto* size = value.as<int64_t>();
       config.check((name == "head_dim" || name == "num_key_value_heads") && size && *size >= 1,
-                   "per_layer_config of layer ", number, " in config.json has ", excerpt(name), " = ",
-                   excerpt(shown(value)), ", which is not supported; it may have head_dim and num_key_value_heads");
+                   "per_layer_config of layer ", number, " in config.json has ", excerpt(name), " = ", quoted(value),
+                   ", which is not supported; it may have head_dim and num_key_value_heads");
       if (name == "head_dim")
         o.layer_settings()[layer].head_dim(*size);
       else

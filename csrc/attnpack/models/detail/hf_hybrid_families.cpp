@@ -46,7 +46,7 @@ RecurrentSettings mamba_settings(const HfSettings& config, const Options& o) {
     const auto* real = (*limits)[i].as<double>();
     const auto* whole = (*limits)[i].as<int64_t>();
     const double limit = real ? *real : whole ? static_cast<double>(*whole) : 0;
-    config.check(limit == 0, "time_step_limit in config.json is ", excerpt(shown(config.get("time_step_limit"))),
+    config.check(limit == 0, "time_step_limit in config.json is ", quoted(config.get("time_step_limit")),
                  ", wants 0 and infinity: steps are not limited here");
   }
   return RecurrentSettings()
@@ -137,7 +137,7 @@ std::vector<bool> numbered_layers(const HfSettings& config, const Json& numbers,
   for (size_t i = 0; list && i < list->size(); ++i) {
     const auto* number = (*list)[i].as<int64_t>();
     config.check(number && *number >= 1 && *number <= layers, "linear_attn_config in config.json names layer ",
-                 excerpt(shown((*list)[i])), ", wants 1 to ", layers);
+                 quoted((*list)[i]), ", wants 1 to ", layers);
     found[*number - 1] = true;
   }
   return found;

@@ -26,8 +26,8 @@ void configure_cohere2(const HfSettings& config, Options& o) {
 
 void configure_phi(const HfSettings& config, Options& o) {
   config.refuse_if_set("qk_layernorm");
-  config.check(!o.tie_embeddings(),
-               "tie_word_embeddings = true in config.json is not supported for a head with a bias");
+  config.check(!o.tie_embeddings(), "tie_word_embeddings = true in config.json is not supported for a head with a bias",
+               kOtherModel);
   o.norm("layer")
       .layout("parallel")
       .bias(true)

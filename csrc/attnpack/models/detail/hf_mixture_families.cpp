@@ -59,7 +59,7 @@ void configure_llama4(const HfSettings& config, Options& o) {
   const auto* size = config.get("attention_chunk_size").as<int64_t>();
   const bool absent = !config.has("attention_chunk_size");
   config.check(absent || (size ? *size >= 1 : config.get("attention_chunk_size").is_null()),
-               "attention_chunk_size in config.json is ", excerpt(shown(config.get("attention_chunk_size"))),
+               "attention_chunk_size in config.json is ", quoted(config.get("attention_chunk_size")),
                ", wants an int of at least 1, or null");
   const auto chunk = absent ? std::make_optional<int64_t>(8192) : size ? std::make_optional(*size) : std::nullopt;
   const auto listed = layers_of_kind(config, o.num_layers(), {"chunked_attention"}, {"full_attention"});
@@ -117,7 +117,7 @@ void configure_mistral4(const HfSettings& config, Options& o) {
   const auto activation = gated_activation(config, "silu");
   const auto width = config.size("moe_intermediate_size", 2048);
   config.check(config.size("n_group", 1) == 1 && config.size("topk_group", 1) == 1,
-               "n_group and topk_group in config.json are not 1, which is not supported yet");
+               "n_group and topk_group in config.json are not 1, which is not supported yet", kOtherModel);
   o.activation(activation)
       .experts(experts(config, width, "n_routed_experts", 128, 4)
                    .normalize(config.is_on("norm_topk_prob", true))

@@ -28,11 +28,11 @@ HfQuantization::HfQuantization(const HfSettings& config) {
   if (given.is_null()) return;
   const auto* method = given.find("quant_method");
   method_ = is_word(method, "fp8") ? Method::kFp8 : is_word(method, "mxfp4") ? Method::kMxfp4 : Method::kNone;
-  config.check(method_ != Method::kNone, "quantization_config = ", excerpt(shown(given)),
+  config.check(method_ != Method::kNone, "quantization_config = ", quoted(given),
                " in config.json is not supported; from_hf reads weights of quant_method fp8 and mxfp4");
   for (const auto& [name, value] : *given.as<Json::Object>()) {
     const bool known = std::find(std::begin(kKnown), std::end(kKnown), name) != std::end(kKnown);
-    config.check(known || !is_set(value), "quantization_config has ", excerpt(name), " = ", excerpt(shown(value)),
+    config.check(known || !is_set(value), "quantization_config has ", excerpt(name), " = ", quoted(value),
                  " in config.json, which is not known here");
   }
   if (method_ != Method::kFp8) return;

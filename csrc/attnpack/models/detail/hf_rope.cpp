@@ -75,8 +75,7 @@ void set_option(RopeScaling& scaling, const std::string& name, const Json& value
   RopeScaling::for_each_option(scaling, [&](const char* option_name, auto& option) {
     if (name != option_name) return;
     known = true;
-    refuse_unless(read_setting(value, option), "scaling: ", name, " is ", excerpt(shown(value)), ", wants ",
-                  wanted(option));
+    refuse_unless(read_setting(value, option), "scaling: ", name, " is ", quoted(value), ", wants ", wanted(option));
   });
   refuse_unless(known, "scaling: got ", excerpt(in_quotes(name)),
                 ", which no rope_type here knows; leave it out, or see the docstring of RotaryEmbedding");
@@ -116,21 +115,20 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
 HfRope read_rope_of(const HfSettings& config, const char* source, const Json& rope, const Json& usual_base) {
   static const Json kDefault{std::string("default")};
   const auto* members = rope.as<Json::Object>();
-  config.check(members, source, " in config.json is ", excerpt(shown(rope)),
-               ", wants an object with rope_type, or null");
+  config.check(members, source, " in config.json is ", quoted(rope), ", wants an object with rope_type, or null");
   std::string nested;
   for (const auto& [name, value] : *members) {
     if (value.as<Json::Object>()) (nested += nested.empty() ? "" : ", ") += name;
   }
   config.check(nested.empty(), source, " for kinds of layers (", excerpt(nested),
-               ") in config.json is not supported yet");
+               ") in config.json is not supported yet", kOtherModel);
   const auto base = config.as_number("rope_theta", first_set({&item(rope, "rope_theta"), &usual_base}));
   const auto& part = item(rope, "partial_rotary_factor");
   const auto& family = hf_family(config);
   const bool phi3 = config.model_type() == "phi3";
   config.check(
       family.honours.count("partial_rotary_factor") || !rope.find("partial_rotary_factor") || number_in(part) == 1.0,
-      "partial_rotary_factor = ", excerpt(shown(part)), " is not supported yet");
+      "partial_rotary_factor = ", quoted(part), " is not supported yet, wants 1 or no such setting", kOtherModel);
   static const Json kLongrope{std::string("longrope")};
   const auto& given = first_set({&item(rope, "rope_type"), &item(rope, "type"), &kDefault});
   const auto* word = given.as<std::string>();
@@ -143,9 +141,9 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
     return {base, RopeScaling().rope_type("ntk").factor(config.as_number("alpha", item(rope, "alpha")))};
   const bool gemma4 = config.model_type() == "gemma4_text", proportional = gemma4 && kind && *kind == "proportional";
   config.check(!gemma4 || proportional || part.is_null() || number_in(part) == 1.0,
-               "partial_rotary_factor = ", excerpt(shown(part)),
+               "partial_rotary_factor = ", quoted(part),
                " in config.json is only supported for rope_type 'proportional'");
-  config.check(proportional || (kind && contains(kRopeTypes, *kind)), "rope_type ", excerpt(shown(type)),
+  config.check(proportional || (kind && contains(kRopeTypes, *kind)), "rope_type ", quoted(type),
                " in config.json is not supported; from_hf knows 'default', 'linear', 'dynamic', 'yarn', 'llama3', "
                "'longrope'");
   if (*kind == "proportional") {
@@ -159,7 +157,7 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
     const auto factor = config.as_number(text_of({"factor of ", source}), item(rope, "factor"));
     return {base, RopeScaling().rope_type("linear").factor(factor)};
   }
-  return {base, naming(config.path(), "its configuration makes no model", "get it again",
+  return {base, naming(config.path(), "its configuration makes no model", kGetFileAgain,
                        [&] { return read_scaling(config, source, *kind, rope); })};
 }
 
@@ -204,8 +202,8 @@ HfRope hf_rope(const HfSettings& config) {
   auto found = read_rope(config, kNew);
   if (!config.is_set(kOld)) return found;
   config.check(are_equal(found, read_rope(config, kOld)),
-               "rope_parameters and rope_scaling in config.json say different things (",
-               excerpt(shown(config.get(kNew))), ", ", excerpt(shown(config.get(kOld))), "); leave out the wrong one");
+               "rope_parameters and rope_scaling in config.json say different things (", quoted(config.get(kNew)), ", ",
+               quoted(config.get(kOld)), "); leave out the wrong one");
   return found;
 }
 
@@ -223,8 +221,8 @@ HfRopeByKind hf_rope_by_kind(const HfSettings& config, double usual_full, double
   }
   config.refuse_if_set(kOld);  // beside rope_parameters
   const auto &full = item(kinds, "full_attention"), &sliding = item(kinds, "sliding_attention");
-  config.check(full.as<Json::Object>() && sliding.as<Json::Object>(), kNew, " in config.json is ",
-               excerpt(shown(kinds)), ", wants an object with full_attention and sliding_attention");
+  config.check(full.as<Json::Object>() && sliding.as<Json::Object>(), kNew, " in config.json is ", quoted(kinds),
+               ", wants an object with full_attention and sliding_attention");
   return {read_rope_of(config, kNew, full, full_base), read_rope_of(config, kNew, sliding, sliding_base)};
 }
 
@@ -238,7 +236,7 @@ double hf_rotated_part(const HfSettings& config, double usual) {
   const auto& member = hf_rope_member(config, "partial_rotary_factor");
   const Json* value = member.is_null() ? &config.get("partial_rotary_factor") : &member;
   const auto part = config.as_number("partial_rotary_factor", value->is_null() ? kUsual : *value);
-  config.check(part <= 1, "partial_rotary_factor in config.json is ", excerpt(shown(*value)), ", wants 1 at most");
+  config.check(part <= 1, "partial_rotary_factor in config.json is ", quoted(*value), ", wants 1 at most");
   return part;
 }
 

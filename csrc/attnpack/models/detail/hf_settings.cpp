@@ -40,8 +40,7 @@ void HfSettings::enter_language_model() {
   const auto whole = std::move(config_);
   const auto* text = whole.find("text_config");
   const auto* members = text ? text->as<Json::Object>() : nullptr;
-  check(members, "text_config in config.json is ", text ? excerpt(shown(*text)) : "absent",
-        ", wants the settings of the language model");
+  check(members, "text_config in config.json is ", quoted(text), ", wants the settings of the language model");
   auto settings = *members;
   for (const auto name : kOfAllParts) {
     const auto* value = whole.find(name);
@@ -79,8 +78,7 @@ int64_t HfSettings::size(const char* name, std::optional<int64_t> usual) const {
   check(usual || !value.is_null(), "config.json lacks ", called(name));
   if (value.is_null()) return *usual;
   const auto* number = value.as<int64_t>();
-  check(number && *number >= 1, called(name), " in config.json is ", excerpt(shown(value)),
-        ", wants an int of at least 1");
+  check(number && *number >= 1, called(name), " in config.json is ", quoted(value), ", wants an int of at least 1");
   return *number;
 }
 
@@ -101,8 +99,7 @@ std::vector<int64_t> HfSettings::list_of_ints(const char* name) const {
   const auto* list = value.as<Json::List>();
   for (size_t i = 0; list && i < list->size(); ++i)
     if (const auto* number = (*list)[i].as<int64_t>()) numbers.push_back(*number);
-  check(list && numbers.size() == list->size(), name, " in config.json is ", excerpt(shown(value)),
-        ", wants a list of ints");
+  check(list && numbers.size() == list->size(), name, " in config.json is ", quoted(value), ", wants a list of ints");
   return numbers;
 }
 
@@ -113,12 +110,12 @@ bool HfSettings::is_word(const char* name, std::string_view word) const {
 
 void HfSettings::check_word(const char* name, std::string_view word) const {
   const auto& value = get(name);
-  check(value.is_null() || is_word(name, word), name, " = ", excerpt(shown(value)),
+  check(value.is_null() || is_word(name, word), name, " = ", quoted(value),
         " in config.json is not supported; it must be ", in_quotes(std::string(word)));
 }
 
 void HfSettings::refuse_if_set(const char* name) const {
-  check(!is_set(name), name, " = ", excerpt(shown(get(name))), " in config.json is not supported yet");
+  check(!is_set(name), name, " = ", quoted(get(name)), " in config.json is not supported yet", kOtherModel);
 }
 
 void HfSettings::check_all_read() const {
@@ -126,15 +123,14 @@ void HfSettings::check_all_read() const {
   if (!members) return;
   for (const auto& [name, value] : *members) {
     if (asked_.count(name) || is_harmless(name)) continue;
-    check(!attnpack::is_set(value), excerpt(name), " = ", excerpt(shown(value)),
+    check(!attnpack::is_set(value), excerpt(name), " = ", quoted(value),
           " in config.json is not known here, and may change what the model computes; remove it if it does not");
   }
 }
 
 double HfSettings::as_number(const std::string& name, const Json& value) const {
   const double number = value.as<bool>() ? 0 : number_in(value).value_or(0);
-  check(number > 0 && std::isfinite(number), name, " in config.json is ", excerpt(shown(value)),
-        ", wants a number above 0");
+  check(number > 0 && std::isfinite(number), name, " in config.json is ", quoted(value), ", wants a number above 0");
   return number;
 }
 
@@ -149,8 +145,7 @@ bool HfSettings::is_on(const char* name, bool usual) const {
   const auto& value = get(name);
   if (value.is_null()) return usual;
   const auto on = number_in(value);
-  check(on && (*on == 0 || *on == 1), called(name), " in config.json is ", excerpt(shown(value)),
-        ", wants true or false");
+  check(on && (*on == 0 || *on == 1), called(name), " in config.json is ", quoted(value), ", wants true or false");
   return *on == 1;
 }
 

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <filesystem>
+#include <system_error>
 
 #include <attnpack/weights/detail/file_errors.h>
 
@@ -14,15 +14,28 @@ namespace attnpack {
 
 void raise_system_error() { throw std::system_error(errno, std::generic_category()); }
 
+namespace {
+
+// What has that mode, in words.
+std::string words_for(mode_t mode) {
+  if (S_ISDIR(mode)) return "is a directory";
+  if (S_ISFIFO(mode)) return "is a named pipe";
+  return S_ISSOCK(mode) ? "is a socket" : "is a device";
+}
+
+constexpr const char* kWantsFile = ", wants a readable file with data: put one in its place";
+
+}  // namespace
+
 File::File(const std::string& path) : descriptor_(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
   // O_NONBLOCK: a pipe that nobody writes would wait here for ever.
   if (descriptor_ < 0) raise_system_error();
   struct stat status;
-  const int failed = fstat(descriptor_, &status) < 0 ? errno : S_ISDIR(status.st_mode) ? EISDIR : 0;
+  const int failed = fstat(descriptor_, &status) < 0 ? errno : 0;
   const bool regular = !failed && S_ISREG(status.st_mode);
   if (!regular) close(descriptor_);
   if (failed) throw std::system_error(failed, std::generic_category());
-  refuse_unless(regular, "it is no file with data, but a pipe or a device");
+  refuse_unless(regular, "it ", words_for(status.st_mode), kWantsFile);
   size_ = status.st_size;
 }
 
@@ -40,10 +53,13 @@ void File::read_at(uint64_t offset, void* out, uint64_t size) const {
 }
 
 std::shared_ptr<char> File::map() const {
+  const std::lock_guard lock(mapping_);
+  if (mapped_) return mapped_;
   // Not reserved: a file may be larger than the memory, and hardly any page is ever written.
   auto* start = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor_, 0);
   if (start == MAP_FAILED) raise_system_error();
-  return {static_cast<char*>(start), [size = size_](char* mapped) { munmap(mapped, size); }};
+  mapped_ = std::shared_ptr<char>(static_cast<char*>(start), [size = size_](char* mapped) { munmap(mapped, size); });
+  return mapped_;
 }
 
 std::string read_bounded(const std::string& path, uint64_t most) {
@@ -54,9 +70,18 @@ std::string read_bounded(const std::string& path, uint64_t most) {
   return bytes;
 }
 
+std::string why_no_file(const std::string& path) {
+  struct stat status;
+  const bool is_name = path.find('\0') == std::string::npos;
+  if (is_name && stat(path.c_str(), &status) == 0) return S_ISREG(status.st_mode) ? "" : words_for(status.st_mode);
+  if (!is_name || errno == ENOENT || errno == ENOTDIR) return kNoSuchFile;
+  return text_of({"cannot be read (", std::generic_category().message(errno), ")"});
+}
+
 bool is_file(const std::string& path) {
-  std::error_code error;
-  return path.find('\0') == std::string::npos && std::filesystem::is_regular_file(path, error);
+  const auto why = why_no_file(path);
+  refuse_unless(why.empty() || why == kNoSuchFile, path, ": ", why, kWantsFile);
+  return why.empty();
 }
 
 }  // namespace attnpack

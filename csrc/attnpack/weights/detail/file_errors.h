@@ -11,10 +11,13 @@
 // Errors about files that others made: a c10::ValueError of one sentence that names the file.
 namespace attnpack {
 
-// "get the checkpoint again", the usual advice.
-inline constexpr const char* kGetAgain = "get the checkpoint again";
-// The end of a sentence about a file that contradicts itself.
-inline constexpr const char* kDamaged = "; the file is damaged, get it again";
+// The usual advice: about a checkpoint of several files, and about a file by itself.
+inline constexpr const char *kGetAgain = "get the checkpoint again", *kGetFileAgain = "get it again";
+// The end of a sentence about a file that contradicts itself, and about one that lacks its end.
+inline constexpr const char *kDamaged = "; the file is damaged, get it again",
+                            *kTruncated = "; the file is truncated, get it again";
+// The end of a sentence about what no model here computes.
+inline constexpr const char* kOtherModel = "; give another model";
 
 template <typename... Words>
 void refuse_unless(bool condition, const Words&... words) {

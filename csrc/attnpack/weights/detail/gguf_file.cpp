@@ -4,7 +4,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <limits>
 #include <utility>
 
@@ -17,14 +16,8 @@ namespace {
 // Numbers that are widened at a time: torch copies so few by one thread, whose turns with our own threads would cost
 // more than the copy, and the allocator gives their memory back whole.
 constexpr int64_t kPieceNumbers = 1 << 15;
-constexpr const char* kGetFileAgain = "get it again";
 
 at::TensorOptions bytes_on_cpu() { return at::TensorOptions().device(at::kCPU).dtype(at::kByte); }
-
-bool is_directory(const std::string& path) {
-  std::error_code error;
-  return path.find('\0') == std::string::npos && std::filesystem::is_directory(path, error);
-}
 
 // Bytes of a tensor; none if they are more than a file can have.
 std::optional<uint64_t> tensor_bytes(const std::vector<uint64_t>& shape, const GgufBlock& block) {
@@ -65,8 +58,8 @@ int64_t GgufTensor::rows() const {
 }
 
 GgufFile::GgufFile(std::string path, GgufOtherTypes others) : path_(std::move(path)), others_(std::move(others)) {
-  refuse_unless(!is_directory(path_), path_, ": is a directory; give the path of a .gguf file, or use from_hf");
-  refuse_unless(is_file(path_), path_, ": no such file; give the path of a .gguf file");
+  const auto why = why_no_file(path_);
+  refuse_unless(why.empty(), path_, ": ", why, "; give the path of a .gguf file, or use from_hf for a directory");
   auto header = naming(path_, "is no GGUF file that can be read", kGetFileAgain, [&] {
     file_ = std::make_unique<File>(path_);
     return read_gguf_header(path_, *file_);
@@ -98,8 +91,7 @@ void GgufFile::add_tensor(const GgufHeader::Tensor& described, const GgufBlock& 
   constexpr auto kMost = std::numeric_limits<uint64_t>::max();
   const auto end = bytes && *bytes < kMost - at ? at + *bytes : kMost;
   refuse_unless(end <= file_->size(), path_, ": tensor ", excerpt(described.name), " ends at byte ", end,
-                end == kMost ? " or later" : "", ", but the file has ", file_->size(),
-                "; the file is truncated, get it again");
+                end == kMost ? " or later" : "", ", but the file has ", file_->size(), kTruncated);
   for (const auto size : shape)
     refuse_unless(size <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()), path_, ": tensor ",
                   excerpt(described.name), " has a size of ", size, kDamaged);
@@ -131,8 +123,7 @@ void GgufFile::check_model() const {
   const auto* type = find("general.type");
   const auto* words = type ? type->as<std::string>() : nullptr;
   refuse_unless(!type || (words && *words == "model"), path_, ": is ", words ? what_is(*words) : "no model",
-                " (general.type is ", type ? excerpt(shown(*type)) : "",
-                "), wants a model; give the GGUF file of the model itself");
+                " (general.type is ", quoted(type), "), wants a model; give the GGUF file of the model itself");
 }
 
 void GgufFile::check_rows(const std::string& name, int64_t first, int64_t rows) const {
@@ -147,10 +138,7 @@ std::optional<at::Tensor> GgufFile::blocks(const std::string& name, int64_t firs
   if (!layout || described.shape.size() < 2) return std::nullopt;
   check_rows(name, first, rows);
   const auto failed = text_of({"tensor ", excerpt(name), " cannot be mapped"});
-  const auto mapped = naming(path_, failed.c_str(), kGetFileAgain, [&] {
-    const std::lock_guard lock(mapping_);
-    return mapped_ ? mapped_ : mapped_ = file_->map();
-  });
+  const auto mapped = naming(path_, failed.c_str(), kGetFileAgain, [&] { return file_->map(); });
   auto* const data = mapped.get() + described.offset + first * described.row_bytes;
   const auto blocks = static_cast<int64_t>(described.row_bytes) / layout->bytes;
   refuse_unless(are_scales_finite(*layout, data, rows * blocks), path_, ": tensor ", excerpt(name),

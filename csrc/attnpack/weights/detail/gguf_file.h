@@ -7,7 +7,6 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -68,8 +67,6 @@ class GgufFile {
   std::map<std::string, GgufTensor> tensors_;
   std::vector<std::string> names_;
   uint64_t alignment_ = 32;
-  mutable std::mutex mapping_;
-  mutable std::shared_ptr<char> mapped_;
 };
 
 }  // namespace attnpack

@@ -99,12 +99,6 @@ Json scalar_at(const char* from, uint32_t kind) {
   }
 }
 
-bool is_utf8(std::string_view text) {
-  for (size_t at = 0; at < text.size();)
-    if (next_character(text, at) == 0xffffffff) return false;
-  return true;
-}
-
 // How many bytes at `at`, where no whole character stands, a character could begin with: at least 1.
 size_t broken_bytes(std::string_view text, size_t at) {
   size_t longest = 1;
@@ -196,15 +190,13 @@ class GgufReader {
   Json value(uint32_t kind, int depth = 0) {
     if (kind == MetadataKind::kString) return {as_utf8(take(number<uint64_t>()))};
     if (kind == MetadataKind::kArray) return {array(depth)};
-    refuse_unless(size_of_kind(kind) > 0, path_, ": metadata of type ", kind,
-                  ", which GGUF does not define; the file is damaged");
+    refuse_unless(size_of_kind(kind) > 0, path_, ": metadata of type ", kind, ", which GGUF does not define", kDamaged);
     return scalar_at(take(size_of_kind(kind)).data(), kind);
   }
 
  private:
   Json::List array(int depth) {
-    refuse_unless(depth < kDeepestArray, path_, ": metadata with arrays in arrays, ", depth,
-                  " deep; the file is damaged");
+    refuse_unless(depth < kDeepestArray, path_, ": metadata with arrays in arrays, ", depth, " deep", kDamaged);
     const auto kind = number<uint32_t>();
     const auto cost = kind == MetadataKind::kArray ? kArrayCost : 1;
     const auto size = count((kMostGgufItems - items_) / cost, "values in arrays");
@@ -223,7 +215,7 @@ class GgufReader {
   // Raises unless the file has so many more bytes.
   void check_left(uint64_t count) const {
     refuse_unless(count <= file_.size() - at_, path_, ": the GGUF header ends early (the file has ", file_.size(),
-                  " bytes); the file is truncated or damaged, get it again");
+                  " bytes); the file is damaged or truncated, ", kGetFileAgain);
     check_at_most(at_ + count, kLongestGgufHeader, "bytes");
   }
 
@@ -242,8 +234,8 @@ class GgufReader {
 uint64_t checked_alignment(const std::string& path, uint32_t kind, const Json& value) {
   const auto* number = value.as<int64_t>();
   refuse_unless(kind == MetadataKind::kUint32 && std::has_single_bit(static_cast<uint64_t>(*number)), path,
-                ": general.alignment is ", excerpt(shown(value)), " (type ", kind,
-                "), wants a uint32 that is a power of two", kDamaged);
+                ": general.alignment is ", quoted(value), " (type ", kind, "), wants a uint32 that is a power of two",
+                kDamaged);
   return *number;
 }
 
@@ -267,7 +259,7 @@ GgufHeader read_gguf_header(const std::string& path, const File& file) {
   refuse_unless(magic == "GGUF", path, ": begins with ", shown_bytes(magic), ", not with b'GGUF'; give a GGUF file");
   const auto version = reader.number<uint32_t>();
   refuse_unless(version == 2 || version == 3, path, ": GGUF version ", version,
-                "; readable are little-endian versions 2 and 3");
+                "; readable are little-endian versions 2 and 3: convert the model again, or get another file of it");
   const auto num_tensors = reader.count(kMostGgufTensors, "tensors"), num_keys = reader.count(kMostGgufKeys, "keys");
   GgufHeader header;
   std::set<std::string> keys;

@@ -97,8 +97,12 @@ GgufBlock gguf_block(const std::string& path, uint32_t type, const GgufOtherType
   if (const auto* layout = gguf_stored_layout(type))
     return {static_cast<uint64_t>(layout->numbers), static_cast<uint64_t>(layout->bytes)};
   if (type == kMxfp4) return kMxfp4Block;
-  refuse_unless(others.block != nullptr, path, ": has tensors of type ", gguf_type_name(type),
-                ", which only Python reads, by the package gguf; use a file of another type, such as Q8_0 or F16");
+  const bool known = !ggml_name(type).empty(), removed = !known && type < std::size(kGgmlNames);
+  const char* why = known     ? ", which C++ does not widen: Python may, by the package gguf"
+                    : removed ? ", which ggml has removed"
+                              : ", which is unknown here";
+  refuse_unless(others.block && !removed, path, ": has tensors of type ", gguf_type_name(type), why,
+                "; use a file of another type, such as Q8_0 or F16");
   const auto [numbers, bytes] = others.block(type);
   return {numbers, bytes};
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iosfwd>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -41,8 +42,17 @@ Json parse_json(std::string_view text, int64_t most = kMostJsonMarks);
 // Raises for text with more than `most` values.
 void check_json_values(std::string_view text, int64_t most = kMostJsonMarks);
 
-// The value as Python shows it, for error sentences; no more than the beginning of a long one.
+// The value as Python shows it; no more than the beginning of a long one.
 std::string shown(const Json& value);
+
+// The value in an error sentence: an excerpt of what shown() gives, or "absent" for none. It becomes text when the
+// sentence is written, so that a check that passes does not pay for it.
+struct Quoted {
+  const Json* value;
+};
+inline Quoted quoted(const Json& value) { return {&value}; }
+inline Quoted quoted(const Json* value) { return {value}; }
+std::ostream& operator<<(std::ostream& stream, const Quoted& quoted);
 
 // "a list": the value's type with Python's name.
 const char* kind_of(const Json& value);

@@ -63,6 +63,10 @@ std::string shown(const Json& value) {
   return text;
 }
 
+std::ostream& operator<<(std::ostream& stream, const Quoted& quoted) {
+  return stream << (quoted.value ? excerpt(shown(*quoted.value)) : "absent");
+}
+
 const char* kind_of(const Json& value) {
   static constexpr const char* kKinds[] = {"a NoneType", "a bool", "an int", "an int",
                                            "a float",    "a str",  "a list", "a dict"};

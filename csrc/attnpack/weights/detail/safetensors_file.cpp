@@ -84,7 +84,7 @@ auto SafetensorsFile::reading(const std::string& name, const Call& call) const {
   return naming(path_, text_of({"tensor ", excerpt(name), " cannot be read"}).c_str(), kGetAgain, call);
 }
 
-at::Tensor SafetensorsFile::map(const std::string& name) {
+at::Tensor SafetensorsFile::map(const std::string& name) const {
   const auto& stored = tensor(name);
   refuse_unless(stored.dtype->type.has_value(), path_, ": tensor ", excerpt(name), " is ", stored.dtype->name,
                 ", which torch does not have; readable are ",
@@ -93,8 +93,8 @@ at::Tensor SafetensorsFile::map(const std::string& name) {
   const auto options = on_cpu(*stored.dtype->type);
   if (stored.begin == stored.end) return at::empty(shape, options);
   return reading(name, [&] {
-    if (!mapped_) mapped_ = file_->map();
-    auto* data = mapped_.get() + start_ + stored.begin;
+    const auto mapped = file_->map();
+    auto* data = mapped.get() + start_ + stored.begin;
     // Another byte than 0 and 1 is no bool of C++.
     if (options.dtype() == at::kBool) return at::from_blob(data, shape, on_cpu(at::kByte)).ne(0);
     if ((start_ + stored.begin) % (stored.dtype->bits / 8) != 0) {
@@ -102,7 +102,7 @@ at::Tensor SafetensorsFile::map(const std::string& name) {
       std::copy_n(data, stored.end - stored.begin, static_cast<char*>(copied.data_ptr()));
       return copied;
     }
-    return at::from_blob(data, shape, [kept = mapped_](void*) {}, options);
+    return at::from_blob(data, shape, [mapped](void*) {}, options);
   });
 }
 

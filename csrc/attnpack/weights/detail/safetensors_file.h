@@ -50,7 +50,7 @@ class SafetensorsFile {
 
   // The tensor on the mapped file, which stays mapped while the tensor lives. It is copied if it does not begin at a
   // multiple of its element's size, and if it is bool.
-  at::Tensor map(const std::string& name);
+  at::Tensor map(const std::string& name) const;
   // Copies a weight into `out` of its shape, converted piece by piece. No page of the file is mapped.
   void read(const std::string& name, const at::Tensor& out) const;
   // A weight's elements from `first` on, as stored: `most` of them or what is left, 1-D.
@@ -65,7 +65,6 @@ class SafetensorsFile {
   std::unique_ptr<File> file_;
   uint64_t start_ = 0;  // of the data
   std::map<std::string, StoredTensor> tensors_;
-  std::shared_ptr<char> mapped_;
 };
 
 }  // namespace attnpack

@@ -68,7 +68,7 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
   auto shape = read_numbers(value_of("shape", 1));
   const auto offsets = read_numbers(value_of("data_offsets", 2));
   refuse_unless(word && shape && offsets && offsets->size() == 2, path, ": tensor ", name, " is described as ",
-                excerpt(shown(entry)), ", not by dtype, shape and two data_offsets", kDamaged);
+                quoted(entry), ", not by dtype, shape and two data_offsets", kDamaged);
 
   const auto* dtype = std::find_if(std::begin(kStoredDtypes), std::end(kStoredDtypes),
                                    [&](const StoredDtype& known) { return known.name == *word; });
@@ -76,7 +76,7 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
                 ", which is unknown; ", kGetAgain);
   const auto begin = (*offsets)[0], end = (*offsets)[1];
   refuse_unless(end <= size, path, ": tensor ", name, " ends at byte ", end, " of the data, which has ", size,
-                "; the file is truncated, get it again");
+                kTruncated);
   const auto bits = bits_of(*dtype, *shape);
   // end - begin is no more than the file's size, so its bits fit.
   refuse_unless(bits && begin <= end && 8 * (end - begin) == *bits, path, ": tensor ", name, " has data_offsets ",
@@ -97,7 +97,7 @@ void check_cover(const std::string& path, const std::map<std::string, StoredTens
     end = last;
   }
   refuse_unless(end == size, path, ": has ", size - end,
-                " bytes after its last tensor; the file is damaged, or another was appended to it: get it again");
+                " bytes after its last tensor; the file is damaged, or another was appended to it: ", kGetFileAgain);
 }
 
 }  // namespace

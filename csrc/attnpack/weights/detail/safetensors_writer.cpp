@@ -47,8 +47,7 @@ std::string json_entry(const StoredDtype& dtype, const std::vector<int64_t>& sha
 
 // Raises for text of the header that is not UTF-8, which no reader takes. called: "tensors: got the name ".
 void check_text(const char* called, const std::string& text) {
-  for (size_t at = 0; at < text.size();)
-    ATTNPACK_CHECK(next_character(text, at) != 0xffffffff, called, in_quotes(text), ", want UTF-8");
+  ATTNPACK_CHECK(is_utf8(text), called, in_quotes(text), ", want UTF-8");
 }
 
 }  // namespace

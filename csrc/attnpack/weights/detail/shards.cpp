@@ -29,7 +29,7 @@ Places read_places(const std::string& index, const Json& content) {
   Places places;
   for (const auto& [name, shard] : *members) {
     const auto* file = shard.as<std::string>();
-    refuse_unless(file && is_shard_name(*file), index, ": names the file ", excerpt(shown(shard)),
+    refuse_unless(file && is_shard_name(*file), index, ": names the file ", quoted(shard),
                   ", wants the name of one in the same folder, NAME.safetensors");
     places.emplace(name, *file);
   }

@@ -25,4 +25,10 @@ inline uint32_t next_character(std::string_view text, size_t& at) {
   return code;
 }
 
+inline bool is_utf8(std::string_view text) {
+  for (size_t at = 0; at < text.size();)
+    if (next_character(text, at) == 0xffffffff) return false;
+  return true;
+}
+
 }  // namespace attnpack
