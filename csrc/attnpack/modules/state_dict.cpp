@@ -99,15 +99,14 @@ at::Tensor readable(const std::string& name, const at::Tensor& current, const at
   return plain ? given : at::empty_like(current).copy_(given);
 }
 
-// The tensor itself if it has the requires_grad of `current`, else a tensor on its storage.
-at::Tensor assignable(const std::string& name, const at::Tensor& current, const at::Tensor& given) {
+// The tensor itself if it requires a gradient where it shall, else a tensor on its storage.
+at::Tensor assignable(const std::string& name, const at::Tensor& current, const at::Tensor& given, bool learns) {
   ATTNPACK_CHECK(given.is_floating_point() || !current.is_floating_point() || is_stored(given), "state dict: got ",
                  name, " of dtype ", given.scalar_type(), ", want a floating one as ", current.scalar_type(),
                  ": convert it with .to()");
   check_distinct_elements(name, given, "the given ");
   if (is_stored(given)) return given;
-  return given.requires_grad() == current.requires_grad() ? given
-                                                          : given.detach().requires_grad_(current.requires_grad());
+  return given.requires_grad() == learns ? given : given.detach().requires_grad_(learns);
 }
 
 using Modules = torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>;
@@ -176,6 +175,11 @@ LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors
     const auto [owner, parameter] = owner_of(modules, name);
     return owner && given.defined() && owner->takes(parameter, given);
   });
+  // Layers of stored weights have no gradient, so a module that gets the first ones is frozen.
+  const bool freezes = std::any_of(tensors.begin(), tensors.end(), [&](const auto& item) {
+    const auto replaced = current.find(item.first);
+    return replaced != current.end() && is_stored(item.second) && !is_stored(replaced->second);
+  });
   struct Place {
     ParameterOwner* owner;
     std::string name;
@@ -190,9 +194,12 @@ LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors
     const auto [owner, parameter] = owner_of(modules, name);
     ATTNPACK_CHECK(owner, "state dict: ", name, " belongs to a module that is not attnpack's; use load_state_dict");
     places.push_back({owner, parameter, found->second.unsafeGetTensorImpl()});
-    values[places.back().replaced] = assignable(name, found->second, tensor);
+    const bool learns = found->second.requires_grad() && !freezes;
+    values[places.back().replaced] = assignable(name, found->second, tensor, learns);
   }
   for (const auto& place : places) place.owner->assign_parameter(place.name, values.at(place.replaced));
+  if (freezes)  // those that were not given too
+    for (auto& parameter : module.parameters()) parameter.set_requires_grad(false);
   return result;
 }
 

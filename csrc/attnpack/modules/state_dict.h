@@ -36,7 +36,8 @@ LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, 
 // Puts the tensors themselves in place of the module's parameters (any floating dtype, any device, meta too). Both
 // sides then share storage and gradients. Checks as load_state_dict does; a given tensor may not be expanded either.
 // Every parameter must belong to a module of attnpack, and keeps its requires_grad: a tensor with another one is
-// detached first, so that the two sides share only the storage. A parameter that stands in several places stays one:
+// detached first, so that the two sides share only the storage. A stored weight (ops/stored_linear.h) in the place of
+// numbers freezes the whole module, which then has no gradients. A parameter that stands in several places stays one:
 // it becomes the last of the tensors under its names.
 LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict = true);
 

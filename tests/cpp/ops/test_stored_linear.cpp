@@ -79,6 +79,18 @@ TEST_CASE("stored_linear: fp64 from the codes, rounded by half a step of the inp
   }
 }
 
+TEST_CASE("stored weights in the place of numbers freeze a module, and not the tensors that it was given") {
+  FeedForward layer(FeedForwardOptions(64, 96).bias(true)), giver(FeedForwardOptions(64, 96).bias(true));
+  auto tensors = state_dict(*giver);
+  tensors["down_proj.weight"] = to_stored(tensors["down_proj.weight"].detach(), 8);
+  tensors.erase("up_proj.bias");
+  assign_state_dict(*layer, tensors, /*strict=*/false);
+  for (const auto& parameter : layer->parameters()) CHECK(!parameter.requires_grad());
+  for (const auto& parameter : giver->parameters()) CHECK(parameter.requires_grad());
+  CHECK(layer->gate_proj->weight.data_ptr() == giver->gate_proj->weight.data_ptr());
+  CHECK(layer->forward(torch::ones({1, 64})).sizes() == at::IntArrayRef({1, 64}));
+}
+
 TEST_CASE("a feed-forward takes stored weights by assign_state_dict") {
   torch::manual_seed(2);
   const torch::NoGradGuard no_grad;
