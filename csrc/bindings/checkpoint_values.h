@@ -4,7 +4,14 @@
 #include <attnpack/weights/detail/json.h>
 #include <bindings/torch_pybind.h>
 
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
+
 namespace attnpack {
+
+// A str, bytes or an os.PathLike: the bytes that the system knows the file by, which need not be UTF-8.
+using Path = std::filesystem::path;
 
 // Values of JSON and of metadata as Python's.
 inline py::object to_python_value(const Json& json);

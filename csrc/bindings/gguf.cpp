@@ -35,11 +35,10 @@ void register_gguf_file(py::module_& m) {
   m.def("padded", &padded);
   // block(type) -> (numbers, bytes) and widen(type, bytes) -> numbers: of the types that C++ does not widen.
   py::class_<GgufFile, std::shared_ptr<GgufFile>>(m, "GgufFile")
-      .def(py::init(
-          [](const std::string& path, decltype(GgufOtherTypes::block) block, decltype(GgufOtherTypes::widen) widen) {
-            GgufOtherTypes others{std::move(block), std::move(widen)};
-            return without_gil([&] { return std::make_shared<GgufFile>(path, std::move(others)); });
-          }))
+      .def(py::init([](const Path& path, decltype(GgufOtherTypes::block) block, decltype(GgufOtherTypes::widen) widen) {
+        GgufOtherTypes others{std::move(block), std::move(widen)};
+        return without_gil([&] { return std::make_shared<GgufFile>(path, std::move(others)); });
+      }))
       .def_property_readonly("metadata", [](const GgufFile& self) { return JsonToPython()(self.metadata()); })
       .def_property_readonly("metadata_places", &metadata_places_of)
       .def_property_readonly("tensors", &tensors_of)

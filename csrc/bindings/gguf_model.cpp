@@ -29,11 +29,11 @@ void register_gguf_model(py::module_& m) {
       .def("read", &GgufCheckpoint::read, py::call_guard<py::gil_scoped_release>())
       .def("blocks", &GgufCheckpoint::blocks, py::call_guard<py::gil_scoped_release>());
   m.def("may_be_stored", &may_be_stored);
-  m.def("causal_lm_from_gguf", [](const std::string& path, at::ScalarType dtype, std::optional<int64_t> positions,
-                                  const std::string& weights) {
-    const auto options = GgufOptions().dtype(dtype).max_positions(positions).weights(weights);
-    return without_gil([&] { return causal_lm_from_gguf(path, options).ptr(); });
-  });
+  m.def("causal_lm_from_gguf",
+        [](const Path& path, at::ScalarType dtype, std::optional<int64_t> positions, const std::string& weights) {
+          const auto options = GgufOptions().dtype(dtype).max_positions(positions).weights(weights);
+          return without_gil([&] { return causal_lm_from_gguf(path, options).ptr(); });
+        });
 }
 
 }  // namespace attnpack

@@ -104,9 +104,18 @@ def check_size(name: str, size: object) -> None:
 
 
 def as_path(name: str, path: object) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise wrong_kind(name, path, "a path: a str or a pathlib.Path")
-    return Path(path)
+    """The path of a file, whose name need not be text: bytes that are no UTF-8 become half characters, as in
+    `os.fsdecode`."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise wrong_kind(name, path, "a path: a str, bytes or a pathlib.Path")
+    words = os.fsdecode(path)
+    try:
+        is_name = b"\0" not in os.fsencode(words)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ValueError(f"attnpack: {name}: got {words!r}, which names no file; give the name as the system has it")
+    return Path(words)
 
 
 def values_of(tensor: Tensor) -> list[Any] | None:

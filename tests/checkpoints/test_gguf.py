@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
 import struct
 import sys
+from pathlib import Path
 
 import attnpack
 import gguf
@@ -447,10 +449,38 @@ def test_a_sliding_window_of_some_layers_only(tiny_gguf):
     assert attnpack.CausalLM.from_gguf(path, max_positions=64).layers[0].self_attn.window is None
 
 
-def test_a_directory(tmp_path):
+def test_what_is_no_file(tmp_path):
     refused(tmp_path, "is a directory", "from_hf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    refused(tmp_path / "pipe.gguf", "is a named pipe; give the path of a .gguf file")
     with pytest.raises(TypeError, match="attnpack: path is None .*, wants a path"):
         attnpack.CausalLM.from_gguf(None)
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(
+            ValueError, match="^attnpack: path: got '.*', which names no file; give the name as the system"
+        ):
+            attnpack.CausalLM.from_gguf(name)
+
+
+def test_a_path_that_is_no_utf8(tiny_gguf, tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xe4.gguf"))
+    tiny_gguf().rename(path)
+    expected = tiny_model("llama").state_dict()
+    for given in (path, str(path), os.fsencode(path)):
+        for model in (attnpack.CausalLM.from_gguf(given, weights="stored"), checkpoints.load(given)):
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        with pytest.raises(ValueError, match=f"^{path}: tokenizer.ggml.model is None"):
+            checkpoints.load_tokenizer(given)
+    path.write_bytes(path.read_bytes()[:-9])
+    refused(path, f"{path}: tensor ", "the file is truncated")
+    path.unlink()
+    refused(path, f"{path}: no such file")
+
+
+def test_more_heads_than_dims(tiny_gguf):
+    path = tiny_gguf(embedding_length=8, attention__head_count=16)
+    path.write_bytes(path.read_bytes().replace(b"llama.attention.key_length", b"llama.attention.key_lengtX"))
+    refused(path, "llama.embedding_length is 8", "llama.attention.head_count = 16 heads", "key_length is absent")
 
 
 def test_arrays_in_arrays_without_end(tmp_path):

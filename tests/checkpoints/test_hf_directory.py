@@ -1,15 +1,27 @@
 """from_hf against the transformers model that saved the checkpoint, and checkpoints that are refused."""
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 
 import attnpack
 import pytest
 import torch
 import torch.nn.functional as F
+from attnpack.checkpoints.hf_directory import HfCheckpoint
 from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, from_hf_in_cpp, random_model, refused
 from memory_growth import growth
-from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 
 @pytest.fixture
@@ -485,3 +497,41 @@ def test_truncated_and_foreign_weights(llama):
         refused(directory, "model.safetensors")
     path.write_bytes(b"\x80\x02}q\x00." * 100)  # a pickle
     refused(directory, "model.safetensors")
+
+
+def test_a_directory_that_is_no_utf8(llama, tmp_path):
+    model, directory = llama
+    moved = directory.rename(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
+    for given in (moved, str(moved), os.fsencode(moved)):
+        assert_same_logits(attnpack.CausalLM.from_hf(given), model)
+    assert_same_logits(from_hf_in_cpp(moved), model)
+    (moved / "model.safetensors").unlink()
+    refused(moved, f"{moved}: has neither model.safetensors nor")
+    os.mkfifo(moved / "model.safetensors")
+    refused(moved, f"{moved}/model.safetensors: is a named pipe, wants a readable file with data")
+
+
+def test_other_threads_run_while_a_tensor_is_read(tmp_path):
+    """A fused tensor is cut in C++: that holds no GIL."""
+    sizes = SIZES | {"num_hidden_layers": 1, "intermediate_size": 1 << 18}
+    random_model(Phi3Config(**sizes, pad_token_id=0)).save_pretrained(tmp_path)
+    checkpoint, name = HfCheckpoint(tmp_path), "model.layers.0.mlp.gate_proj.weight"
+    assert not checkpoint.is_plain
+    out, ran, ended = torch.empty(checkpoint.shapes[name]), [], threading.Event()
+
+    def tick():
+        while not ended.wait(0.0005):
+            ran.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    inside = []
+    for _ in range(50):
+        checkpoint = HfCheckpoint(tmp_path)  # its first read takes 9 ms
+        begin = time.perf_counter()
+        checkpoint.read(name, out)
+        end = time.perf_counter()
+        inside += [at for at in ran if begin + 2e-3 < at < end - 2e-3]
+    ended.set()
+    thread.join()
+    assert inside

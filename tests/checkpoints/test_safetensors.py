@@ -1,6 +1,7 @@
 """Safetensors files: accepted and refused as the Rust package does, which is the format's own reader."""
 
 import json
+import os
 import random
 import re
 import resource
@@ -253,3 +254,14 @@ def test_a_weight_of_another_dtype_is_refused_by_its_name(stored, size, tmp_path
         file.read("a", torch.empty(3, 7))
     with pytest.raises(ValueError, match="x: has no tensor b"):
         file.dtype("b")
+
+
+def test_a_path_that_is_no_utf8(tmp_path):
+    path = os.fsencode(tmp_path) + b"/\xff.safetensors"
+    save_safetensors({"a": torch.arange(3.0)}, path)
+    assert os.listdir(os.fsencode(tmp_path)) == [b"\xff.safetensors"]
+    for given in (path, os.fsdecode(path), Path(os.fsdecode(path))):
+        assert torch.equal(load_safetensors(given)["a"], torch.arange(3.0))
+    with pytest.raises(ValueError) as caught:
+        load_safetensors(path + b"x")
+    assert str(caught.value).startswith(f"{os.fsdecode(path)}x: is not a safetensors file (No such file or directory)")

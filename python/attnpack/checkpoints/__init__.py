@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Tokenizer", "load", "load_safetensors", "load_tokenizer", "save_safetensors", "smollm2_path"]
 
 
-def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32, weights: str = "expanded") -> attnpack.CausalLM:
+def load(
+    path: str | bytes | os.PathLike, dtype: torch.dtype = torch.float32, weights: str = "expanded"
+) -> attnpack.CausalLM:
     """The `attnpack.CausalLM` of a Hugging Face directory or a GGUF file, in evaluation mode, in `dtype`.
 
     weights: "stored" keeps the quantised weights of a GGUF file as they are, see `CausalLM.from_gguf`. Raises the

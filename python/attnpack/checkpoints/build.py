@@ -26,7 +26,7 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def from_gguf(
     cls: type,
-    path: str | os.PathLike,
+    path: str | bytes | os.PathLike,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     *,
@@ -60,7 +60,7 @@ def from_gguf(
 
 def from_hf(
     cls: type,
-    directory: str | os.PathLike,
+    directory: str | bytes | os.PathLike,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     *,
@@ -141,7 +141,7 @@ def _stored_weights(model: torch.nn.Module, checkpoint: GgufCheckpoint) -> dict[
 def check_checkpoint_tensors(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of the CausalLM that the configuration describes, by name. Raises unless the checkpoint
     has exactly these tensors."""
-    return checkpoints.check_checkpoint_tensors(str(checkpoint.path), checkpoint.shapes, **checkpoint.config)
+    return checkpoints.check_checkpoint_tensors(checkpoint.path, checkpoint.shapes, **checkpoint.config)
 
 
 def _empty_model(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype):

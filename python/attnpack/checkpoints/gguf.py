@@ -16,7 +16,7 @@ ARCHITECTURES: tuple[str, ...] = checkpoints.ARCHITECTURES
 class GgufCheckpoint:
     """A GGUF file seen as a CausalLM: `config` (its keywords), `shapes` by state_dict name, `read(name, out)`."""
 
-    def __init__(self, path: str | os.PathLike, max_positions: int | None = None) -> None:
+    def __init__(self, path: str | bytes | os.PathLike, max_positions: int | None = None) -> None:
         self.file = GgufFile(path)
         self.path = self.file.path
         self._opened = checkpoints.GgufCheckpoint(self.file.opened, max_positions)

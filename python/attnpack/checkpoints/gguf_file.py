@@ -10,6 +10,7 @@ import functools
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +42,9 @@ class GgufFile:
     ImportError if the package `gguf` is missing and the file has a type that C++ does not read.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | bytes | os.PathLike) -> None:
         self.path = as_path("path", path)
-        name = str(self.path)
-        self.opened = checkpoints.GgufFile(name, functools.partial(block_size, name), widen)
+        self.opened = checkpoints.GgufFile(self.path, functools.partial(block_size, self.path), widen)
         """The file as C++ has opened it."""
         self.alignment: int = self.opened.alignment  # of each tensor in the file
         self.tensors = {name: GgufTensor(*described) for name, described in self.opened.tensors.items()}
@@ -72,7 +72,7 @@ class GgufFile:
         self.opened.read(name, out, first)
 
 
-def block_size(path: str, kind: int) -> tuple[int, int]:
+def block_size(path: Path, kind: int) -> tuple[int, int]:
     """Numbers and bytes of one block of a type that C++ does not read; raises if the package gguf cannot dequantise
     it."""
     try:

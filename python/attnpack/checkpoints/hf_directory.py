@@ -18,9 +18,9 @@ MODEL_TYPES: tuple[str, ...] = checkpoints.MODEL_TYPES
 class HfCheckpoint:
     """A checkpoint directory seen as a CausalLM: `config` (its keywords), `shapes` by state_dict name, `read(...)`."""
 
-    def __init__(self, directory: str | os.PathLike, max_positions: int | None = None) -> None:
+    def __init__(self, directory: str | bytes | os.PathLike, max_positions: int | None = None) -> None:
         self.path = as_path("directory", directory)
-        opened = checkpoints.HfCheckpoint(str(self.path), max_positions)
+        opened = checkpoints.HfCheckpoint(self.path, max_positions)
         self.config: dict[str, Any] = opened.config
         if (window := self.config["window"]) is not None:
             self.config["window"] = tuple(window)
@@ -28,10 +28,10 @@ class HfCheckpoint:
         self.is_plain: bool = opened.is_plain
         """Whether the stored tensors are those of the state dict, under the same names."""
         self._opened = opened
-        files: dict[str, SafetensorsFile] = {}
+        files: dict[Path, SafetensorsFile] = {}
         for file in opened.files.values():
             if file.path not in files:
-                files[file.path] = SafetensorsFile(Path(file.path), file)
+                files[file.path] = SafetensorsFile(file.path, file)
         self.files = {name: files[file.path] for name, file in opened.files.items()}
 
     def dtype(self, name: str) -> torch.dtype:

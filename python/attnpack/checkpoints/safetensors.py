@@ -18,7 +18,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, opened: checkpoints.SafetensorsFile | None = None) -> None:
         self.path = path
-        self._opened = checkpoints.SafetensorsFile(str(path)) if opened is None else opened
+        self._opened = checkpoints.SafetensorsFile(path) if opened is None else opened
         self.shapes: dict[str, tuple[int, ...]] = self._opened.shapes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -32,20 +32,20 @@ class SafetensorsFile:
 
 def open_files(directory: Path) -> list[SafetensorsFile]:
     """The safetensors of a checkpoint directory: model.safetensors, or the shards of an index."""
-    return [SafetensorsFile(Path(file.path), file) for file in checkpoints.open_safetensors(str(directory))]
+    return [SafetensorsFile(file.path, file) for file in checkpoints.open_safetensors(directory)]
 
 
-def load_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
+def load_safetensors(path: str | bytes | os.PathLike) -> dict[str, Tensor]:
     """The tensors of a .safetensors file or of a checkpoint directory, by name.
 
     The files are mapped: memory grows as tensors are read, and writes to a tensor never reach the file. The file must
     keep its length while tensors of it live. Raises ValueError, naming the file, for what Rust's reader refuses.
     """
-    return checkpoints.load_safetensors(str(as_path("path", path)))
+    return checkpoints.load_safetensors(as_path("path", path))
 
 
 def save_safetensors(
-    tensors: Mapping[str, Tensor], path: str | os.PathLike, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor], path: str | bytes | os.PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes tensors of any strides, dtype and device as a .safetensors file, with `metadata` (default
     {"format": "pt"}).
@@ -59,4 +59,4 @@ def save_safetensors(
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise wrong_kind("tensors", {name: tensor}, "a dict of tensors by name, such as a state_dict()")
     words = {"format": "pt"} if metadata is None else dict(metadata)
-    checkpoints.save_safetensors(dict(tensors), str(as_path("path", path)), words)
+    checkpoints.save_safetensors(dict(tensors), as_path("path", path), words)

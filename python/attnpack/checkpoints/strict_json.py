@@ -19,7 +19,7 @@ check_values = checkpoints.check_json_values
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises ValueError, naming the file, if there is none."""
-    return checkpoints.read_json(str(path))
+    return checkpoints.read_json(path)
 
 
 def read_bounded(path: Path, most: int) -> bytes:

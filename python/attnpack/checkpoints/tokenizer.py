@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..errors import wrong_kind
+from ..errors import as_path, wrong_kind
 from ..file_errors import excerpt, naming
 from .added_tokens import add_tokens
 from .chat_template import LONGEST_TEMPLATE, render_chat
@@ -133,7 +133,7 @@ def _chatml(prompt: str, template: str, source: str, why: ImportError) -> str:
     return f"{system}<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(path: str | bytes | os.PathLike) -> Tokenizer:
     """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file.
 
     Of GGUF files it reads byte-level BPE (`tokenizer.ggml.model` "gpt2") with the rules by which Llama 3, Qwen,
@@ -141,11 +141,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     Gemma 1 to 3) and "gemma4". Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of
     another kind or a missing file.
     """
+    path = as_path("path", path)
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
         raise ImportError(f"{path}: reading its tokenizer needs tokenizers; run `pip install tokenizers`") from error
-    path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
     with naming(path, "its tokenizer cannot be read", "get the checkpoint again"):

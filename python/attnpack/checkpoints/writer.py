@@ -26,7 +26,7 @@ class SafetensorsWriter:
     """A .safetensors file. The constructor takes shapes and dtypes, `write_tensor` the tensors in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self._writer = checkpoints.SafetensorsWriter(str(path), dict(tensors))
+        self._writer = checkpoints.SafetensorsWriter(path, dict(tensors))
         self.size: int = self._writer.size  # bytes of the data
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:

@@ -162,7 +162,7 @@ class CausalLM(NativeModule):
     @classmethod
     def from_gguf(
         cls,
-        path: str | os.PathLike,
+        path: str | bytes | os.PathLike,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -183,7 +183,7 @@ class CausalLM(NativeModule):
     @classmethod
     def from_hf(
         cls,
-        directory: str | os.PathLike,
+        directory: str | bytes | os.PathLike,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,

@@ -50,13 +50,13 @@ class LatentReport:
 
 
 def checkpoint_to_mla(
-    source: str | os.PathLike,
-    out: str | os.PathLike,
+    source: str | bytes | os.PathLike,
+    out: str | bytes | os.PathLike,
     kv_lora_rank: int,
     rope_dim: int | None = None,
     *,
     dtype: torch.dtype | None = None,
-    text: str | os.PathLike | None = None,
+    text: str | bytes | os.PathLike | None = None,
     tokens: int = 2048,
 ) -> LatentReport:
     """Writes a checkpoint with latent attention to the new directory `out`, as a DeepSeek-V3 with dense feed-forwards.
