@@ -60,6 +60,13 @@ struct AttentionParams {
   SelectedKeys selected;   // only for the CPU
   int64_t quantized_bits;  // 8 or 4: key and value are quantised rows (core/quantized.h), strides in bytes; 0: numbers
 
+  // Packed sequences, or 0. The batch is then one, whose q_len and kv_len rows are those of all sequences. Sequence b
+  // has the rows query_ends[b] to query_ends[b + 1] of them, and the keys key_ends[b] to key_ends[b + 1], or those of
+  // its pages. What a call has per batch in block_table, q_offsets and kv_lens is per sequence. Only for CUDA.
+  int64_t sequences;
+  const int64_t *query_ends, *key_ends;  // [sequences + 1]; key_ends: null if keys are in pages
+  int64_t likely_queries, likely_keys;   // of a long sequence: they choose among kernels, and limit nothing
+
   void* out;  // [batch, num_heads, q_len, v_head_dim]
   Strides out_strides;
   void* lse;  // [batch, num_heads, q_len], contiguous, accumulation type
@@ -78,6 +85,7 @@ struct AttentionParams {
   bool causal;
   int64_t q_offset;
   const int64_t* q_offsets;           // [batch], instead of q_offset
+  bool at_end;                        // instead of both: query row 0 stands at the keys less the queries. Only for CUDA
   int64_t window_left, window_right;  // -1: unbounded
   int64_t chunk;                      // 0: none; only for the CPU
   const int64_t* kv_lens;             // [batch] valid keys; null: kv_len
@@ -221,14 +229,34 @@ struct CausalConv1dBackwardParams {
 struct Range {
   int64_t begin, end;
   ATTNPACK_HD bool empty() const { return begin >= end; }
+  ATTNPACK_HD int64_t count() const { return end - begin; }
 };
 
-// The number of valid keys of sequence b. The keys after them are padding. On CUDA nobody has checked kv_lens, because
-// reading them would wait for the device: numbers out of range become the nearest ones in range.
+// On CUDA nobody has checked the lengths and ends of sequences, because reading them would wait for the device: numbers
+// out of range become the nearest ones in range.
+ATTNPACK_HD static inline int64_t clamped(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// The rows of sequence b in a tensor of `rows` rows: all of them, unless sequences are packed.
+ATTNPACK_HD static inline Range rows_of_sequence(const int64_t* ends, int64_t rows, int64_t b) {
+  if (!ends) return {0, rows};
+  const int64_t begin = clamped(ends[b], 0, rows);
+  return {begin, clamped(ends[b + 1], begin, rows)};
+}
+ATTNPACK_HD static inline Range queries_of(const AttentionParams& p, int64_t b) {
+  return rows_of_sequence(p.query_ends, p.q_len, b);
+}
+ATTNPACK_HD static inline Range keys_of(const AttentionParams& p, int64_t b) {
+  return rows_of_sequence(p.key_ends, p.kv_len, b);
+}
+ATTNPACK_HD static inline int64_t count_queries(const AttentionParams& p, int64_t b) {
+  return queries_of(p, b).count();
+}
+
+// The number of valid keys of sequence b. The keys after them are padding.
 ATTNPACK_HD static inline int64_t valid_keys(const AttentionParams& p, int64_t b) {
-  if (!p.kv_lens) return p.kv_len;
-  const int64_t keys = p.kv_lens[b] > 0 ? p.kv_lens[b] : 0;
-  return keys < p.kv_len ? keys : p.kv_len;
+  return p.kv_lens ? clamped(p.kv_lens[b], 0, p.kv_len) : keys_of(p, b).count();
 }
 
 // The position of query row 0 of sequence b, within kMostOffset of 0, so that sums with windows stay in 64 bits.
@@ -236,9 +264,8 @@ constexpr int64_t kMostOffset = (int64_t{1} << 60) / 2 * 3;
 // The most positions of a chunk. So a position beyond kMostOffset is in another chunk than every key.
 constexpr int64_t kMostChunk = int64_t{1} << 59;
 ATTNPACK_HD static inline int64_t first_position(const AttentionParams& p, int64_t b) {
-  if (!p.q_offsets) return p.q_offset;
-  const int64_t offset = p.q_offsets[b] > -kMostOffset ? p.q_offsets[b] : -kMostOffset;
-  return offset < kMostOffset ? offset : kMostOffset;
+  if (p.at_end) return valid_keys(p, b) - count_queries(p, b);
+  return p.q_offsets ? clamped(p.q_offsets[b], -kMostOffset, kMostOffset) : p.q_offset;
 }
 
 // The range of keys that causality, window, chunk and kv_lens leave to query row i of sequence b.
@@ -274,8 +301,9 @@ constexpr int64_t kKeyAlignment = 256;
 // The keys that causality, window, chunk and kv_lens leave to the rows of sequence b together, from a multiple of
 // kKeyAlignment on. How work is cut depends on them, but not on the keys before them.
 ATTNPACK_HD static inline Range seen_keys(const AttentionParams& p, int64_t b) {
-  if (p.q_len == 0) return {0, 0};
-  const Range last = key_range(p, b, p.q_len - 1);
+  const int64_t queries = count_queries(p, b);
+  if (queries == 0) return {0, 0};
+  const Range last = key_range(p, b, queries - 1);
   const int64_t valid = valid_keys(p, b), end = last.end < valid ? last.end : valid;
   const int64_t first = key_range(p, b, 0).begin, begin = first < end ? first : end;
   return {begin / kKeyAlignment * kKeyAlignment, end};

@@ -8,7 +8,7 @@ namespace attnpack {
 struct VarlenOptions : WithScoreRules<VarlenOptions> {
   // Where the keys of each sequence begin and the last one ends, int32 or int64 [B + 1]; default cu_seqlens_q.
   TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_k);
-  // Hints: the longest query and key sequence. Nothing is read by them.
+  // Hints: the longest query and key sequence. Nothing is read by them. On CUDA they choose among kernels.
   TORCH_ARG(std::optional<int64_t>, max_seqlen_q);
   TORCH_ARG(std::optional<int64_t>, max_seqlen_k);
   // Keys in pages: the pages of each sequence in order, int32 [B, max_pages], and its number of keys, int32 or int64
@@ -24,7 +24,10 @@ struct VarlenOptions : WithScoreRules<VarlenOptions> {
 // Attention of packed sequences without padding. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1],
 // and attends only its own keys. Its results are those of one `attention` call. The work is the sum over the
 // sequences. Causality and window are bottom-right by default: query row i of a sequence stands at i + keys - queries.
-// On CUDA each sequence is one call of `attention`; pages are one call where all sequences have the same few queries.
+// On CUDA all sequences are one call of the kernels, which read the lengths on the device: nobody waits for it, and a
+// captured graph reads them at each replay. cu_seqlens out of range are clamped there, unless ATTNPACK_CHECK=1 asks for
+// an error. Dropout, chunk, and pages of head dims beyond 256 or not in 16 bits, are one call of `attention` for each
+// sequence.
 // Errors: c10::Error that names the argument.
 at::Tensor attention_varlen(const at::Tensor& query,             // [T, Hq, D]
                             const at::Tensor& key,               // [S, Hkv, D], or a pool

@@ -43,11 +43,12 @@ def attention_varlen(
     """Attention of packed sequences: each attends only its own keys, as one :func:`attention` call per sequence.
 
     The work is the sum over the sequences, and on the CPU the bits are those of one call per sequence, forward and
-    backward. On CUDA it is one call per sequence. Causality and window are bottom-right here, unlike in
-    :func:`attention`: row i of a sequence of Lq queries and Lk keys stands at position i + Lk - Lq.
+    backward. On CUDA the kernels take all sequences in one call, and read cu_seqlens on the device; dropout and chunk
+    are one call per sequence there. Causality and window are bottom-right here, unlike in :func:`attention`: row i of a
+    sequence of Lq queries and Lk keys stands at position i + Lk - Lq.
 
-    Keys may stand in pages, as in PagedAttention (Kwon et al. 2023). On the CPU the bits are those of packed keys; on
-    CUDA a kernel reads the pages where each sequence has the same few queries; else they are gathered first.
+    Keys may stand in pages, as in PagedAttention (Kwon et al. 2023). On the CPU the bits are those of packed keys. On
+    CUDA kernels read the pages in 16 bits, with head dims of up to 256; else they are gathered first.
 
     Args:
         query: [T, Hq, D], float64, float32, bfloat16 or float16; any strides.
@@ -55,7 +56,7 @@ def attention_varlen(
             strides, [num_pages, page_size, Hkv, D] and [num_pages, page_size, Hkv, Dv]; other layouts are views.
         cu_seqlens_q: int32 or int64 [B + 1] on any device; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         cu_seqlens_k: the same for keys; default cu_seqlens_q.
-        max_seqlen_q, max_seqlen_k: hints, from which nothing is read.
+        max_seqlen_q, max_seqlen_k: hints, from which nothing is read. On CUDA they choose among kernels.
         block_table: int32 [B, max_pages] on any device: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Sequences may share pages. Entries after those that kv_lens needs may be
             anything, and no other page is read. Pools have no gradients; query and sinks have.
@@ -75,7 +76,9 @@ def attention_varlen(
     Raises:
         ValueError: a shape, dtype or device does not fit, or cu_seqlens do not start at 0, fall, or do not end at T (S
             for keys), or an entry of block_table that kv_lens needs is not a page, or a pool requires a gradient, or
-            key_index is given; the message names the argument and the fix.
+            key_index is given; the message names the argument and the fix. On CUDA ATTNPACK_CHECK=1 in the environment
+            asks for the checks of numbers in cu_seqlens, kv_lens and block_table, which wait for the device. Without it
+            the kernels clamp them.
     """
     if rules.pop("key_index", None) is not None:
         raise ValueError(

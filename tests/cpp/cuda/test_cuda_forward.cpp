@@ -44,33 +44,18 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
   const ForwardPlan plan = plan_forward(problem.p, problem.most_group, device);
   if (kernel) CHECK(plan.kernel == *kernel);
   run_forward_guarded<S>(problem.p, plan, seed);
-  const double least = std::is_same_v<S, Float16> ? 0x1p-25 : 1e-38;  // rounding of the smallest results
-  double worst = 0, worst_lse = 0;
-  int64_t wrong = 0;
+  ForwardErrors<S> errors;
   for (int64_t b = 0; b < shape.batch; ++b)
     for (int64_t h = 0; h < problem.num_heads; ++h)
       for (int64_t i = 0; i < shape.q_len; ++i) {
-        const auto truth = problem.row(b, h, i);
         const double lse = problem.lse[(b * problem.num_heads + h) * shape.q_len + i];
-        if (std::isfinite(truth.lse))
-          worst_lse = std::max(worst_lse, std::abs(lse - truth.lse) / (1 + std::abs(truth.lse)));
-        else
-          wrong += std::isnan(truth.lse) ? !std::isnan(lse) : lse != truth.lse;
-        for (int64_t d = 0; d < shape.v_head_dim; ++d) {
-          const double out = widen(problem.out.at(b, h, i, d));
-          if (!std::isfinite(truth.out[d]))
-            wrong += std::isfinite(out);
-          else if (!std::isfinite(out))
-            ++wrong;
-          else
-            worst = std::max(worst, std::abs(out - truth.out[d]) / (unit<S>() * truth.size[d] + least));
-        }
+        errors.add(problem.row(b, h, i), lse, [&](int64_t d) { return problem.out.at(b, h, i, d); });
       }
-  CHECK(wrong == 0);
+  CHECK(errors.wrong == 0);
   // Weights and the result are rounded to the storage type, by up to two units each; few rows reach that. fp32 and fp64
   // also see the error of long sums.
-  CHECK(worst < (sizeof(S) == 4 || sizeof(S) == 8 ? 100 : kernel ? 2.5 : 4.5));
-  CHECK(worst_lse < (std::is_same_v<S, double> ? 1e-13 : 2e-6));
+  CHECK(errors.worst < (sizeof(S) == 4 || sizeof(S) == 8 ? 100 : kernel ? 2.5 : 4.5));
+  CHECK(errors.worst_lse < (std::is_same_v<S, double> ? 1e-13 : 2e-6));
 }
 
 std::vector<Settings> grid() {

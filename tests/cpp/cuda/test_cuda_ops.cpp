@@ -372,6 +372,121 @@ TEST_CASE("pages are written and read as on the CPU, without waiting") {
   }
 }
 
+// Sequences without queries or keys, and such that begin in the middle of tiles.
+struct Packed {
+  Tensor query_ends = at::tensor({0, 20, 20, 23, 90}, at::kLong),
+         key_ends = at::tensor({0, 50, 60, 60, 141}, at::kLong);
+  Tensor query, key, value;
+  explicit Packed(at::ScalarType dtype)
+      : query(draw({90, 4, 64}, dtype)), key(draw({141, 2, 64}, dtype)), value(draw({141, 2, 40}, dtype)) {}
+};
+VarlenArguments packed_rules(const Packed& x, bool all) {
+  VarlenArguments args;
+  args.cu_seqlens_k = x.key_ends;
+  args.causal = true;
+  if (!all) return args;
+  args.window[0] = 30;
+  args.softcap = 2;
+  args.sinks = at::randn({4});
+  args.alibi_slopes = at::rand({4});
+  args.head_map = HeadMap(std::vector<int64_t>{0, 1, 1, 0});
+  args.q_offsets = at::tensor({5, 0, 40, 14}, at::kInt);
+  return args;
+}
+
+TEST_CASE("packed sequences are one call of the kernels, which gives the CPU's results") {
+  torch::manual_seed(8);
+  const at::NoGradGuard no_grad;
+  for (const cuda::Device& device : {cuda::Device{1, 227 * 1024}, cuda::Device{1, 227 * 1024, true}})
+    for (const auto dtype : {at::kFloat, at::kBFloat16})
+      for (const bool all : {false, true}) {
+        CAPTURE(device.sm90, dtype, all);
+        const cuda::EmulatedKernels kernels(device);
+        const Packed x(dtype);
+        VarlenArguments args = packed_rules(x, all);
+        const auto [wanted, wanted_lse] = attention_varlen_op(x.query, x.key, x.value, x.query_ends, args);
+        const double unit = dtype == at::kFloat ? 1e-4 : 0.03;
+        AttentionResult got;
+        for (const int64_t hint : {0, 3, 67, 1000}) {  // none, wrong ones and the right one
+          if (hint) args.max_seqlen_q = args.max_seqlen_k = hint;
+          const auto call = [&] { got = attention_varlen_cuda(x.query, x.key, x.value, x.query_ends, args); };
+          const int64_t count = count_launches(call);
+          CAPTURE(hint, names_of_launches());
+          if (!all) CHECK(count == 1);
+          CHECK(cuda::launches() == 1);
+          CHECK(near(std::get<0>(got), wanted, unit));
+          CHECK(near(std::get<1>(got), wanted_lse, 1e-4));
+          CHECK(std::get<0>(got).is_contiguous());
+          CHECK(std::get<1>(got).is_contiguous());
+        }
+      }
+}
+
+TEST_CASE("ragged queries over pages are one call of the kernels") {
+  torch::manual_seed(9);
+  const at::NoGradGuard no_grad;
+  for (const cuda::Device& device : {cuda::Device{1, 227 * 1024}, cuda::Device{1, 227 * 1024, true}})
+    for (const bool all : {false, true}) {
+      CAPTURE(device.sm90, all);
+      const cuda::EmulatedKernels kernels(device);
+      const Packed x(at::kBFloat16);
+      const Tensor key_pool = draw({30, 7, 2, 64}), value_pool = draw({30, 7, 2, 40}),
+                   table = at::randperm(30, at::kInt).narrow(0, 0, 28).view({4, 7}).repeat({1, 2});
+      VarlenArguments args = packed_rules(x, all);
+      args.cu_seqlens_k = std::nullopt;
+      args.block_table = table;
+      args.kv_lens = at::tensor({50, 10, 0, 81}, at::kLong);
+      const auto [wanted, wanted_lse] = attention_varlen_op(x.query, key_pool, value_pool, x.query_ends, args);
+      for (const int64_t hint : {0, 67}) {
+        if (hint) args.max_seqlen_q = hint;
+        AttentionResult got;
+        const auto call = [&] { got = attention_varlen_cuda(x.query, key_pool, value_pool, x.query_ends, args); };
+        const int64_t count = count_launches(call);
+        CAPTURE(hint, names_of_launches());
+        if (!all) CHECK(count == 1);
+        CHECK(cuda::launches() == 1);
+        CHECK(near(std::get<0>(got), wanted, 0.03));
+        CHECK(near(std::get<1>(got), wanted_lse, 1e-4));
+      }
+    }
+}
+
+TEST_CASE("packed calls that the kernels do not take are one call for each sequence") {
+  torch::manual_seed(10);
+  const at::NoGradGuard no_grad;
+  const cuda::EmulatedKernels kernels;
+  const Packed x(at::kFloat);
+  VarlenArguments args = packed_rules(x, false);
+  const auto check = [&](const VarlenArguments& args) {
+    const Tensor wanted = std::get<0>(attention_varlen_op(x.query, x.key, x.value, x.query_ends, args));
+    cuda::launches() = 0;
+    CHECK(near(std::get<0>(attention_varlen_cuda(x.query, x.key, x.value, x.query_ends, args)), wanted, 1e-4));
+    CHECK(cuda::launches() == 0);  // `attention` is the CPU's here
+  };
+  VarlenArguments dropping = args, in_chunks = args;
+  dropping.dropout_p = 0.2;
+  dropping.dropout_seed = at::tensor({77}, at::kLong);
+  check(dropping);
+  in_chunks.chunk = 16;
+  check(in_chunks);
+}
+
+TEST_CASE("wrong ends of packed sequences are refused where numbers are checked") {
+  const cuda::EmulatedKernels kernels;
+  const Packed x(at::kFloat);
+  const VarlenArguments args = packed_rules(x, false);
+  const auto call = [&](std::vector<int64_t> ends) {
+    attention_varlen_cuda(x.query, x.key, x.value, at::tensor(ends, at::kLong), args);
+  };
+  // Unchecked they are clamped, so that nothing else is read.
+  for (const auto& ends : {std::vector<int64_t>{-7, 20, 500, 23, 90}, {30, 20, 10, 0, -1}}) {
+    call(ends);
+    setenv("ATTNPACK_CHECK", "1", 1);
+    CHECK_THROWS_WITH(call(ends), Catch::Contains("cu_seqlens_q"));
+    unsetenv("ATTNPACK_CHECK");
+  }
+}
+
 TEST_CASE("packed rows go to their sequences' pages, and entries that name no page are passed over") {
   const cuda::EmulatedKernels kernels;
   const Tensor table = at::tensor({4, 1, 0, 3, -1, 9}, at::kInt).view({3, 2}),

@@ -40,6 +40,15 @@ inline constexpr Settings kManyRules{.causal = true,
                                      .dropout = true,
                                      .poison = true};
 
+// The unit of errors: the most that rounding costs in fp64 and fp32, and half of that in 16 bits.
+template <class S>
+double unit() {
+  return std::is_same_v<S, double>     ? 0x1p-53
+         : std::is_same_v<S, float>    ? 0x1p-24
+         : std::is_same_v<S, BFloat16> ? 0x1p-9
+                                       : 0x1p-12;
+}
+
 template <class S>
 DType dtype_of() {
   if (std::is_same_v<S, double>) return DType::kFloat64;
@@ -288,16 +297,34 @@ struct Problem {
   }
 };
 
-constexpr Device kDevice{8, 227 * 1024};
-
-// The unit of errors: the most that rounding costs in fp64 and fp32, and half of that in 16 bits.
+// The errors of results against the formula, in units of rounding errors. wrong: numbers that should be NaN or Inf, or
+// should not.
 template <class S>
-double unit() {
-  return std::is_same_v<S, double>     ? 0x1p-53
-         : std::is_same_v<S, float>    ? 0x1p-24
-         : std::is_same_v<S, BFloat16> ? 0x1p-9
-                                       : 0x1p-12;
-}
+struct ForwardErrors {
+  double worst = 0, worst_lse = 0;
+  int64_t wrong = 0;
+
+  // out(d): the row's result in column d.
+  template <class Out>
+  void add(const typename Problem<S>::Truth& truth, double lse, const Out& out) {
+    const double least = std::is_same_v<S, Float16> ? 0x1p-25 : 1e-38;  // rounding of the smallest results
+    if (std::isfinite(truth.lse))
+      worst_lse = std::max(worst_lse, std::abs(lse - truth.lse) / (1 + std::abs(truth.lse)));
+    else
+      wrong += std::isnan(truth.lse) ? !std::isnan(lse) : lse != truth.lse;
+    for (size_t d = 0; d < truth.out.size(); ++d) {
+      const double x = widen(out(d));
+      if (!std::isfinite(truth.out[d]))
+        wrong += std::isfinite(x);
+      else if (!std::isfinite(x))
+        ++wrong;
+      else
+        worst = std::max(worst, std::abs(x - truth.out[d]) / (unit<S>() * truth.size[d] + least));
+    }
+  }
+};
+
+constexpr Device kDevice{8, 227 * 1024};
 
 // How many problems a test draws: `usual`, or the number in ATTNPACK_DRAWS.
 // One kv head, unless a map chooses among them: the emulator takes a second for each.

@@ -30,9 +30,9 @@ void run_decode(const AttentionParams& p, const ForwardPlan& plan, void* workspa
 }
 template <class S, Scores Kind>
 void run_prefill(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  plan.width == 64    ? run_mma<ForwardTile<S, 4, 1, 64, KeysIn::kTensor, Kind>>(p, plan, workspace, seed)
-  : plan.width == 128 ? run_mma<ForwardTile<S, 4, 1, 128, KeysIn::kTensor, Kind>>(p, plan, workspace, seed)
-                      : run_mma<ForwardTile<S, 4, 1, 256, KeysIn::kTensor, Kind>>(p, plan, workspace, seed);
+  plan.width == 64    ? run_mma<PrefillTile<S, 64, Kind>>(p, plan, workspace, seed)
+  : plan.width == 128 ? run_mma<PrefillTile<S, 128, Kind>>(p, plan, workspace, seed)
+                      : run_mma<PrefillTile<S, 256, Kind>>(p, plan, workspace, seed);
 }
 template <class S, int RowTiles, int Warps>
 void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
@@ -45,7 +45,7 @@ template <class S>
 void run_forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
   using A = typename Accumulation<S>::type;
   if constexpr (sizeof(S) == 2) {
-    if (p.block_table)
+    if (p.block_table && plan.kernel == ForwardKernel::kDecode)
       run_decode<S, KeysIn::kPages>(p, plan, workspace, seed);
     else if (p.quantized_bits == 8)
       run_decode<S, KeysIn::kBytes8>(p, plan, workspace, seed);

@@ -7,60 +7,78 @@
 #include <attnpack/ops/cuda/run_attention.h>
 #include <attnpack/ops/detail/schema.h>
 
-// Sequences whose keys are in pages are one call, where each has equally many queries and few of them, as in decoding.
-// Else this is a composition: one call of `attention` for each sequence. It reads cu_seqlens, so it waits for the
-// device.
+// All sequences are one call of the kernels, which read the lengths on the device. Calls that these do not take are a
+// composition: one call of `attention` for each sequence. It reads cu_seqlens, so it waits for the device.
 namespace attnpack {
 namespace {
 
-// The queries of each sequence where all have equally many, else -1. The sum and the longest sequence say so without
-// waiting for the device, where the caller has given the longest.
-int64_t queries_of_each(const Tensor& query, const Tensor& key, const Tensor& cu_seqlens_q,
-                        const VarlenArguments& args) {
-  const int64_t batch = cu_seqlens_q.size(0) - 1;
-  if (batch == 0 || query.size(0) == 0 || query.size(0) % batch) return -1;
-  const int64_t each = query.size(0) / batch;
-  if (args.max_seqlen_q && !checks_numbers()) return args.max_seqlen_q->expect_int() == each ? each : -1;
-  const std::vector<Sequence> sequences = read_sequences(query, key, cu_seqlens_q, args);
-  const bool equal =
-      std::all_of(sequences.begin(), sequences.end(), [&](const Sequence& s) { return s.q_len == each; });
-  return equal ? each : -1;
+// One call for all sequences, and what its params point to.
+struct PackedAttention {
+  CudaAttention call;
+  Tensor query;                              // [1, heads, all queries, head_dim], or [sequences, heads, queries, ...]
+  Tensor query_ends, key_ends, table, lens;  // on the device
+};
+
+// The queries of each sequence where all have equally many, as in decoding, or 0. The sum and the longest sequence say
+// so without waiting for the device.
+int64_t equal_queries(const Tensor& query, int64_t sequences, const VarlenArguments& args) {
+  const int64_t longest = args.max_seqlen_q ? args.max_seqlen_q->expect_int() : 0;
+  return longest * sequences == query.size(0) ? longest : 0;
 }
 
-// Attends pages by the kernel, or gives nothing where it does not take the call.
-std::optional<AttentionResult> attend_pages_by_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                      const Tensor& cu_seqlens_q, const VarlenArguments& args) {
+// The rows of a long sequence: the hint, if it can be right, else the mean.
+int64_t likely_rows(const std::optional<c10::SymInt>& hint, int64_t rows, int64_t sequences) {
+  const int64_t mean = (rows + sequences - 1) / sequences;
+  return hint ? std::clamp(hint->expect_int(), mean, rows) : mean;
+}
+
+// Nothing where the kernels do not take the call.
+std::optional<PackedAttention> prepare_packed(const CudaKernels& kernels, const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& cu_seqlens_q,
+                                              const VarlenArguments& args) {
   const auto has_rows = [](const Tensor& pool) { return pool.size(3) <= 1 || pool.stride(3) == 1; };
-  const CudaKernels* kernels = cuda_kernels(query.device().index());
-  if (!kernels || args.dropout_p > 0 || args.chunk || key.size(0) == 0 || !has_rows(key) || !has_rows(value))
-    return std::nullopt;
-  const int64_t each = queries_of_each(query, key, cu_seqlens_q, args);
-  if (each < 0) return std::nullopt;
+  const int64_t sequences = cu_seqlens_q.size(0) - 1;
+  const bool paged = args.block_table.has_value();
+  if (sequences == 0 || args.dropout_p > 0 || args.chunk) return std::nullopt;
+  if (paged && (key.size(0) == 0 || !has_rows(key) || !has_rows(value))) return std::nullopt;
+  if (checks_numbers()) read_sequences(query, key, cu_seqlens_q, args);
+
+  PackedAttention r;
   const auto here = [&](const Tensor& x) { return x.to(query.device(), at::kLong).contiguous(); };
-  const int64_t batch = cu_seqlens_q.size(0) - 1;
-  const Tensor table = args.block_table->to(query.device()).contiguous(), lens = here(*args.kv_lens);
-  const Tensor rows = query.unflatten(0, {batch, each}).transpose(1, 2);  // [B, Hq, L, D]
+  const auto heads = [&](const Tensor& x) { return paged ? batch_of_pages(x) : one_batch(x); };
   AttentionArguments shared = shared_arguments(args);
-  if (args.q_offsets)
-    shared.q_offsets = here(*args.q_offsets);
-  else if (args.q_offset)
-    shared.q_offset = *args.q_offset;
-  else
-    shared.q_offsets = lens - each;
-  CudaAttention call = prepare_cuda_attention(rows, batch_of_pages(key), batch_of_pages(value), shared);
-  AttentionParams& p = call.prepared.params;
-  p.block_table = table.const_data_ptr<int32_t>();
-  p.table_stride = table.size(1);
-  p.page_size = key.size(1);
-  p.num_pages = key.size(0);
-  p.kv_len = table.size(1) * p.page_size;
-  p.key_strides = kernel_strides(batch_of_pages(key));
-  p.value_strides = kernel_strides(batch_of_pages(value));
-  p.kv_lens = lens.const_data_ptr<int64_t>();
-  if (!countable(rows, p.kv_len) || !kernels->reads_source(p, call.most_group, query.device().index()))
-    return std::nullopt;
-  const auto [out, lse] = run_cuda_forward(*kernels, call, rows);
-  return AttentionResult{out.transpose(1, 2).flatten(0, 1).contiguous(), lse.transpose(0, 1).flatten(1).contiguous()};
+  if (args.q_offset) shared.q_offset = *args.q_offset;
+  if (args.q_offsets) shared.q_offsets = here(*args.q_offsets);
+  const int64_t each = paged ? equal_queries(query, sequences, args) : 0;
+  r.query = each ? query.unflatten(0, {sequences, each}).transpose(1, 2) : one_batch(query);
+  r.call = prepare_cuda_attention(r.query, heads(key), heads(value), shared);
+  AttentionParams& p = r.call.prepared.params;
+  p.at_end = !args.q_offset && !args.q_offsets;
+  if (!each) {
+    r.query_ends = here(cu_seqlens_q);
+    p.sequences = sequences;
+    p.query_ends = r.query_ends.const_data_ptr<int64_t>();
+    p.likely_queries = likely_rows(args.max_seqlen_q, query.size(0), sequences);
+  }
+  if (paged) {
+    r.table = args.block_table->to(query.device()).contiguous();
+    r.lens = here(*args.kv_lens);
+    p.block_table = r.table.const_data_ptr<int32_t>();
+    p.table_stride = r.table.size(1);
+    p.page_size = key.size(1);
+    p.num_pages = key.size(0);
+    p.kv_len = p.table_stride * p.page_size;
+    p.key_strides = kernel_strides(batch_of_pages(key));
+    p.value_strides = kernel_strides(batch_of_pages(value));
+    p.kv_lens = r.lens.const_data_ptr<int64_t>();
+  } else {
+    r.key_ends = args.cu_seqlens_k ? here(*args.cu_seqlens_k) : r.query_ends;
+    p.key_ends = r.key_ends.const_data_ptr<int64_t>();
+    p.likely_keys = likely_rows(args.max_seqlen_k, key.size(0), sequences);
+  }
+  const bool read = !paged || kernels.reads_source(p, r.call.most_group, query.device().index());
+  if (!read || !countable(r.query, p.kv_len)) return std::nullopt;
+  return r;
 }
 
 }  // namespace
@@ -68,8 +86,11 @@ std::optional<AttentionResult> attend_pages_by_kernel(const Tensor& query, const
 AttentionResult attention_varlen_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                       const Tensor& cu_seqlens_q, const VarlenArguments& args) {
   check_attention_varlen(query, key, value, cu_seqlens_q, args);
-  if (args.block_table)
-    if (const auto result = attend_pages_by_kernel(query, key, value, cu_seqlens_q, args)) return *result;
+  if (const CudaKernels* kernels = cuda_kernels(query.device().index()))
+    if (auto packed = prepare_packed(*kernels, query, key, value, cu_seqlens_q, args)) {
+      const auto [out, lse] = run_cuda_forward(*kernels, packed->call, packed->query);
+      return {out.transpose(1, 2).flatten(0, 1).contiguous(), lse.transpose(0, 1).flatten(1).contiguous()};
+    }
   return attend_each_sequence(&attention_op, query, key, value, cu_seqlens_q, args);
 }
 

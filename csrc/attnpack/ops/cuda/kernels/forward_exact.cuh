@@ -10,10 +10,9 @@ template <class S, class A, int Threads>
 ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                     int64_t first, int64_t column, ExactShared<A>& shared) {
   using Share = ThreadShare<Threads>;
-  const int64_t rows = group_size(p, u.kv_head) * p.q_len;
-  const int64_t left = rows - first;
+  const int64_t left = count_head_rows(p, u.sequence, u.kv_head) - first;
   const int count = static_cast<int>(left < kOwners ? left : kOwners);
-  fill_rows(p, u.b, u.kv_head, first, kOwners, shared.rows);
+  fill_rows(p, u.sequence, u.kv_head, first, kOwners, shared.rows);
   const auto queries = query_rows<S>(p.query, p.query_strides, u.b, shared.rows);
 
   Softmax<A> state[Share::kOwnersPerThread];
@@ -26,7 +25,8 @@ ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan&
   for (int64_t begin = u.keys.begin; begin < u.keys.end; begin += kOthers) {
     const int keys = static_cast<int>(u.keys.end - begin < kOthers ? u.keys.end - begin : kOthers);
     A s[Share::kOwnersPerThread];
-    dot_products<Threads>(shared, queries, count, key_rows<S>(p.key, p.key_strides, u.b, u.kv_head, begin), keys,
+    const int64_t place = u.first_key + begin;
+    dot_products<Threads>(shared, queries, count, key_rows<S>(p.key, p.key_strides, u.b, u.kv_head, place), keys,
                           p.head_dim, s);
     sync_block();  // the weights of the last step have been read, even if head_dim is 0
 #pragma unroll
@@ -47,7 +47,7 @@ ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan&
 #pragma unroll
     for (int o = 0; o < kOwners; ++o)
       if (shared.factor[o] != 1) values[o] *= shared.factor[o];
-    add_weighted(shared, key_rows<S>(p.value, p.value_strides, u.b, u.kv_head, begin), keys, column + thread_id(),
+    add_weighted(shared, key_rows<S>(p.value, p.value_strides, u.b, u.kv_head, place), keys, column + thread_id(),
                  p.v_head_dim, values);
   }
 
@@ -73,7 +73,7 @@ template <class S, class A>
 ATTNPACK_DEVICE void forward_exact_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
                                          int64_t block, void* shared) {
   const Unit u = unit_of(p, plan, block / plan.column_blocks);
-  if (u.first >= group_size(p, u.kv_head) * p.q_len) return;
+  if (u.first >= count_head_rows(p, u.sequence, u.kv_head)) return;
   attend_exactly<S, A, kExactThreads>(p, plan, workspace, u, u.first, block % plan.column_blocks * kExactThreads,
                                       *static_cast<ExactShared<A>*>(shared));
 }

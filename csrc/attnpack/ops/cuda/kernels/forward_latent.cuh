@@ -56,7 +56,7 @@ class LatentTile {
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
     copy_query<kRows, kWidth, kThreads>(shared_.query, p_, u_, count);
-    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
+    fill_rows(p_, u_.sequence, u_.kv_head, u_.first, kRows, shared_.rows);
     const LaneRows lane_rows = lane_rows_of(shared_.rows + 16 * row_tile_);
 #pragma unroll
     for (int t = 0; t < RowTiles; ++t)
@@ -85,7 +85,7 @@ class LatentTile {
 
   ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
     const int64_t left = u_.keys.end - begin;
-    const auto keys = plain_rows<S>(p_.key, p_.key_strides, u_.b, u_.kv_head);
+    const auto keys = plain_rows<S>(p_.key, p_.key_strides, u_);
     copy_tile<kKeys, kWidth, kThreads>(
         shared_.key[stage], [&](int r) { return keys(begin + r); }, static_cast<int>(left < kKeys ? left : kKeys),
         kWidth, static_cast<const S*>(p_.key));
@@ -196,7 +196,7 @@ class LatentTile {
     sync_block();
     if (cleaned)
       add_broken(end.out, kOutStride, {warp_, Warps, count, kValues}, u_.keys,
-                 NumberOfRows<PlainRows<S>>{plain_rows<S>(p_.value, p_.value_strides, u_.b, u_.kv_head)},
+                 NumberOfRows<PlainRows<S>>{plain_rows<S>(p_.value, p_.value_strides, u_)},
                  RowSeesKey{&p_, u_.b, shared_.rows});
     const auto state = [&](int r) {
       Softmax<float> row{end.max[r], 0};

@@ -13,8 +13,6 @@
 // rows, and each has a quarter of the keys; their results are joined at the end.
 namespace attnpack::cuda {
 
-enum class KeysIn { kTensor, kPages, kBytes8, kBytes4 };
-
 template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor, Scores Kind = Scores::kAny>
 class ForwardTile {
  public:
@@ -27,9 +25,8 @@ class ForwardTile {
   static constexpr int kStages = KeyWarps > 1 ? 2 : 1;                  // steps that shared memory holds
   static constexpr int kWarpKeys = kKeys / KeyWarps;
   static constexpr int kBits = From == KeysIn::kBytes8 ? 8 : From == KeysIn::kBytes4 ? 4 : 0;
-  using Source =
-      std::conditional_t<kBits == 0, NumberSource<S, kKeys, Width, kThreads, kStages, From == KeysIn::kPages>,
-                         QuantizedSource<S, kKeys, Width, kThreads, kBits == 0 ? 8 : kBits>>;
+  using Source = std::conditional_t<kBits == 0, NumberSource<S, kKeys, Width, kThreads, kStages, From>,
+                                    QuantizedSource<S, kKeys, Width, kThreads, kBits == 0 ? 8 : kBits>>;
   // Query fragments stay in registers where there is room for them beside the sums.
   static constexpr bool kKeepQuery = kTiles * Width <= 128;
   static constexpr int kOutStride = Width + 8;
@@ -71,7 +68,7 @@ class ForwardTile {
 
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
-    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
+    fill_rows(p_, u_.sequence, u_.kv_head, u_.first, kRows, shared_.rows);
     load_query(count);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -311,6 +308,10 @@ class ForwardTile {
   uint32_t query_[kKeepQuery ? Width / 16 : 2][kTiles][4];
   float out_[kTiles][Width / 8][4], max_[kTiles][2], sum_[kTiles][2];
 };
+
+// Under rules, prefill reads keys in pages too.
+template <class S, int Width, Scores Kind>
+using PrefillTile = ForwardTile<S, 4, 1, Width, Kind == Scores::kPlain ? KeysIn::kTensor : KeysIn::kEither, Kind>;
 
 template <class Tile>
 ATTNPACK_DEVICE void forward_mma_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,

@@ -5,9 +5,6 @@ namespace attnpack::cuda {
 namespace {
 
 template <class S, int Width, Scores Kind>
-using PrefillTile = ForwardTile<S, 4, 1, Width, KeysIn::kTensor, Kind>;
-
-template <class S, int Width, Scores Kind>
 __global__ void __launch_bounds__(PrefillTile<S, Width, Kind>::kThreads)
     prefill_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan,
                    void* workspace) {

@@ -60,6 +60,28 @@ ATTNPACK_HD constexpr BlockPlace place_of_block(int64_t block, int64_t heads, in
   const uint32_t here = h - first < s ? h - first : s;  // the last section may be smaller
   return {static_cast<int32_t>(first + inside % here), static_cast<int32_t>(inside / here)};
 }
+// Tiles of `size` rows, of packed sequences whose tokens have `members` rows each. Sequence b has the tiles from number
+// ends[b] * members / size + b on. That is room for all of its tiles and at most one more, and nobody has to add up the
+// tiles of the sequences before.
+ATTNPACK_HD static inline int64_t count_packed_tiles(int64_t tokens, int64_t sequences, int64_t members, int64_t size) {
+  return tokens * members / size + sequences;
+}
+struct PackedTile {
+  int64_t sequence, tile;
+};
+ATTNPACK_HD inline PackedTile packed_tile(const int64_t* ends, int64_t tokens, int64_t sequences, int64_t members,
+                                          int64_t size, int64_t number) {
+  // Nobody has checked the ends. No tile has a number below 0, whatever they are.
+  const auto rows_before = [&](int64_t b) { return b > 0 ? clamped(ends[b], 0, tokens) * members : 0; };
+  int64_t found = 0;  // the last sequence whose first tile is not after this one
+  for (int64_t end = sequences; end - found > 1;) {
+    const int64_t middle = (found + end) / 2;
+    const bool begun = rows_before(middle) < size * (number - middle + 1);
+    begun ? found = middle : end = middle;
+  }
+  return {found, number - rows_before(found) / size - found};
+}
+
 struct HeadPlace {
   int32_t batch, kv_head;
 };

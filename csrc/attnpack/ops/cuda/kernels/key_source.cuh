@@ -16,12 +16,12 @@ namespace attnpack::cuda {
 template <class S>
 struct PlainRows {
   const S* base;
-  int64_t stride;
-  ATTNPACK_DEVICE const S* operator()(int64_t j) const { return base + j * stride; }
+  int64_t stride, first;
+  ATTNPACK_DEVICE const S* operator()(int64_t j) const { return base + (first + j) * stride; }
 };
 template <class S>
-ATTNPACK_DEVICE PlainRows<S> plain_rows(const void* base, const Strides& s, int64_t b, int64_t kv_head) {
-  return {static_cast<const S*>(base) + b * s.batch + kv_head * s.head, s.row};
+ATTNPACK_DEVICE PlainRows<S> plain_rows(const void* base, const Strides& s, const Unit& u) {
+  return {static_cast<const S*>(base) + u.b * s.batch + u.kv_head * s.head, s.row, u.first_key};
 }
 template <class S>
 struct PagedRows {
@@ -38,15 +38,22 @@ struct PagedRows {
   }
 };
 template <class S>
-ATTNPACK_DEVICE PagedRows<S> paged_rows(const AttentionParams& p, const void* base, const Strides& s, int64_t b,
-                                        int64_t kv_head) {
-  return {static_cast<const S*>(base) + kv_head * s.head,
-          p.block_table + b * p.table_stride,
+ATTNPACK_DEVICE PagedRows<S> paged_rows(const AttentionParams& p, const void* base, const Strides& s, const Unit& u) {
+  return {static_cast<const S*>(base) + u.kv_head * s.head,
+          p.block_table ? p.block_table + u.sequence * p.table_stride : nullptr,
           s.batch,
           s.row,
           static_cast<uint32_t>(p.page_size),
           static_cast<uint32_t>(p.num_pages - 1)};
 }
+
+// Rows in either place.
+template <class S>
+struct EitherRows {
+  PlainRows<S> plain;
+  PagedRows<S> paged;
+  ATTNPACK_DEVICE const S* operator()(int64_t j) const { return paged.table ? paged(j) : plain(j); }
+};
 
 template <class Rows>
 struct NumberOfRows {
@@ -54,8 +61,10 @@ struct NumberOfRows {
   ATTNPACK_DEVICE float operator()(int64_t j, int c) const { return widen(rows(j)[c]); }
 };
 
-// Keys as numbers, in one tensor or in pages.
-template <class S, int Keys, int Width, int Threads, int Stages, bool Paged>
+enum class KeysIn { kTensor, kPages, kEither, kBytes8, kBytes4 };
+
+// Keys as numbers, in one tensor or in pages. kEither asks once for each step.
+template <class S, int Keys, int Width, int Threads, int Stages, KeysIn From>
 class NumberSource {
  public:
   struct Shared {
@@ -79,23 +88,29 @@ class NumberSource {
   ATTNPACK_DEVICE S* value_tile(int stage) { return shared_.value[stage]; }
 
   ATTNPACK_DEVICE static auto number(const AttentionParams& p, const Unit& u) {
-    const auto values = rows(p, u, p.value, p.value_strides);
-    return NumberOfRows<std::remove_const_t<decltype(values)>>{values};
+    const auto plain = plain_rows<S>(p.value, p.value_strides, u);
+    const auto paged = paged_rows<S>(p, p.value, p.value_strides, u);
+    if constexpr (From == KeysIn::kTensor)
+      return NumberOfRows<PlainRows<S>>{plain};
+    else if constexpr (From == KeysIn::kPages)
+      return NumberOfRows<PagedRows<S>>{paged};
+    else
+      return NumberOfRows<EitherRows<S>>{{plain, paged}};
   }
 
  private:
   ATTNPACK_DEVICE void copy(S* tile, const void* base, const Strides& s, int64_t begin, int64_t dim) {
-    const int64_t left = u_.keys.end - begin;
-    const auto from = rows(p_, u_, base, s);
-    copy_tile<Keys, Width, Threads>(
-        tile, [&](int r) { return from(begin + r); }, static_cast<int>(left < Keys ? left : Keys),
-        static_cast<int>(dim), static_cast<const S*>(base));
-  }
-  ATTNPACK_DEVICE static auto rows(const AttentionParams& p, const Unit& u, const void* base, const Strides& s) {
-    if constexpr (Paged)
-      return paged_rows<S>(p, base, s, u.b, u.kv_head);
+    if (From == KeysIn::kPages || (From == KeysIn::kEither && p_.block_table))
+      copy_from(paged_rows<S>(p_, base, s, u_), tile, base, begin, dim);
     else
-      return plain_rows<S>(base, s, u.b, u.kv_head);
+      copy_from(plain_rows<S>(base, s, u_), tile, base, begin, dim);
+  }
+  template <class Rows>
+  ATTNPACK_DEVICE void copy_from(const Rows& rows, S* tile, const void* base, int64_t begin, int64_t dim) {
+    const int64_t left = u_.keys.end - begin;
+    copy_tile<Keys, Width, Threads>(
+        tile, [&](int r) { return rows(begin + r); }, static_cast<int>(left < Keys ? left : Keys),
+        static_cast<int>(dim), static_cast<const S*>(base));
   }
 
   const AttentionParams& p_;
@@ -152,7 +167,7 @@ class QuantizedSource {
   ATTNPACK_DEVICE S* value_tile(int) { return shared_.value; }
 
   ATTNPACK_DEVICE static QuantizedNumber<Bits> number(const AttentionParams& p, const Unit& u) {
-    return {plain_rows<unsigned char>(p.value, p.value_strides, u.b, u.kv_head), static_cast<int>(p.v_head_dim)};
+    return {plain_rows<unsigned char>(p.value, p.value_strides, u), static_cast<int>(p.v_head_dim)};
   }
 
  private:

@@ -75,7 +75,7 @@ bool reads_source(const AttentionParams& p, int64_t most_group, int device) {
 }
 
 const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
-  const bool from_source = p.block_table || p.quantized_bits;
+  const bool from_source = p.quantized_bits || (p.block_table && plan.kernel == ForwardKernel::kDecode);
   const auto launch_kernel = from_source                                 ? forward_from_source
                              : plan.kernel == ForwardKernel::kPrefill    ? forward_prefill
                              : plan.kernel == ForwardKernel::kDecode     ? forward_decode

@@ -17,14 +17,24 @@ ATTNPACK_HD inline A* partial_row(const AttentionParams& p, const ForwardPlan& p
 // A tile of rows of one kv head against one part of the keys.
 struct Unit {
   int64_t b, kv_head, first, part;
-  Range keys;  // keys of this part that some row of the tile may see
+  Range keys;                   // keys of this part that some row of the tile may see
+  int64_t sequence, first_key;  // packed sequences: its number, and where its keys begin; else b and 0
 };
 static_assert(sizeof(Unit) == kUnitBytes);
 
+// The row of a unit's tile.
+template <class A>
+ATTNPACK_HD inline A* partial_row(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
+                                  int64_t index) {
+  const int64_t before = queries_of(p, u.sequence).begin * group_size(p, u.kv_head);
+  return partial_row<A>(p, plan, workspace, u.b * p.num_kv_heads + u.kv_head, u.part, before + index);
+}
+
 // The keys of part number `part` of a sequence. The parts share out the keys that the sequence's rows see, in whole
 // steps: where a cache is mostly empty, all parts still have work.
-ATTNPACK_HD inline Range keys_of_part(const AttentionParams& p, const ForwardPlan& plan, int64_t b, int64_t part) {
-  const Range seen = seen_keys(p, b);
+ATTNPACK_HD inline Range keys_of_part(const AttentionParams& p, const ForwardPlan& plan, int64_t sequence,
+                                      int64_t part) {
+  const Range seen = seen_keys(p, sequence);
   const int64_t steps = (seen.end - seen.begin + kSplitStep - 1) / kSplitStep;
   const int64_t keys = (steps + plan.parts - 1) / plan.parts * kSplitStep;
   return {seen.begin + part * keys, seen.begin + (part + 1) * keys};
@@ -35,8 +45,12 @@ ATTNPACK_HD inline Unit unit_of(const AttentionParams& p, const ForwardPlan& pla
   const BlockPlace at = place_of_block(index, p.batch * p.num_kv_heads * plan.parts, plan.tiles, plan.section);
   const int32_t parts = static_cast<int32_t>(plan.parts);
   const HeadPlace head = place_of_head(at.head / parts, p.num_kv_heads);
-  Unit u{head.batch, head.kv_head, (plan.tiles - 1 - at.tile) * plan.tile_rows, at.head % parts, {}};
-  u.keys = intersection(hull(p, u.b, u.kv_head, u.first, plan.tile_rows), keys_of_part(p, plan, u.b, u.part));
+  const PackedTile tile =
+      place_of_tile(p, query_tokens(p, plan.most_group), plan.tile_rows, head.batch, plan.tiles - 1 - at.tile);
+  Unit u{head.batch, head.kv_head, tile.tile * plan.tile_rows, at.head % parts, {}, tile.sequence, 0};
+  u.first_key = keys_of(p, u.sequence).begin;
+  u.keys =
+      intersection(hull(p, u.sequence, u.kv_head, u.first, plan.tile_rows), keys_of_part(p, plan, u.sequence, u.part));
   return u;
 }
 
@@ -47,7 +61,7 @@ ATTNPACK_DEVICE void write_row(const AttentionParams& p, const ForwardPlan& plan
                                int64_t index, const Row& row, Softmax<A> state, int64_t begin, int64_t end,
                                int64_t step, bool first, const Values& values) {
   if (plan.parts > 1) {
-    A* to = partial_row<A>(p, plan, workspace, u.b * p.num_kv_heads + u.kv_head, u.part, index);
+    A* to = partial_row<A>(p, plan, workspace, u, index);
     if (first) {
       to[0] = state.max;
       to[1] = state.sum;
@@ -118,9 +132,11 @@ struct RowSeesKey {
 // The owners are keys from `first` on, the others are rows of a kv head.
 struct KeySeenByRow {
   const AttentionParams* p;
-  int64_t b, kv_head, first;
-  ATTNPACK_DEVICE Row prepare(int64_t index) const { return make_row(*p, b, kv_head, index); }
-  ATTNPACK_DEVICE bool operator()(int owner, const Row& row) const { return row_sees(*p, b, row, first + owner); }
+  int64_t sequence, kv_head, first;  // packed sequences have no mask, which would count by the batch
+  ATTNPACK_DEVICE Row prepare(int64_t index) const { return make_row(*p, sequence, kv_head, index); }
+  ATTNPACK_DEVICE bool operator()(int owner, const Row& row) const {
+    return row_sees(*p, sequence, row, first + owner);
+  }
 };
 
 // Writes a tile's first `count` rows from shared memory, one warp per row. state(r): row r's softmax; values(r): a
@@ -163,8 +179,9 @@ ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& pl
                                  MergeShared<A>& shared) {
   const int64_t columns = merge_columns(p), row_index = index / columns % plan.rows, head = index / columns / plan.rows;
   const int64_t b = head / p.num_kv_heads, kv_head = head % p.num_kv_heads;
-  if (row_index >= group_size(p, kv_head) * p.q_len) return;
-  const Row row = make_row(p, b, kv_head, row_index);
+  const int64_t group = group_size(p, kv_head);
+  if (row_index >= group * p.q_len) return;
+  const int64_t query = row_index / group, query_head = group_head(p, kv_head, row_index % group);
   const auto part = [&](int64_t i) { return partial_row<A>(p, plan, workspace, head, i, row_index); };
   const int thread = thread_id(), warp = thread / kWarp;
   const bool has_part = thread < plan.parts;
@@ -181,9 +198,9 @@ ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& pl
   sync_block();
 #pragma unroll
   for (int w = 0; w < kMergeThreads / kWarp; ++w) all.sum += shared.sum[w];
-  const RowEnd<A> done = end_row(p, row.head, all);
+  const RowEnd<A> done = end_row(p, query_head, all);
   S* out =
-      static_cast<S*>(p.out) + b * p.out_strides.batch + row.head * p.out_strides.head + row.query * p.out_strides.row;
+      static_cast<S*>(p.out) + b * p.out_strides.batch + query_head * p.out_strides.head + query * p.out_strides.row;
   if (const int64_t c = index % columns * kMergeThreads + thread; c < p.v_head_dim) {
     A value = 0;
 #pragma unroll 16
@@ -191,7 +208,7 @@ ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& pl
     narrow(value * (done.factor / done.divisor), out + c);
   }
   if (index % columns == 0 && thread == 0)
-    static_cast<A*>(p.lse)[(b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
+    static_cast<A*>(p.lse)[(b * p.num_heads + query_head) * p.q_len + query] = done.lse;
 }
 
 }  // namespace attnpack::cuda

@@ -15,7 +15,10 @@ ATTNPACK_HD static inline bool scaled_or_masked(const AttentionParams& p) {
   return p.softcap == 0 && !p.alibi_slopes && p.scale > 0;
 }
 ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) { return scaled_or_masked(p) && !p.mask; }
-ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
+// Without rules, and with keys in one tensor.
+ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) {
+  return only_scaled(p) && p.dropout_p == 0 && !p.block_table;
+}
 // Plain, but for a bool mask that can be stored as bits.
 static inline bool is_masked(const AttentionParams& p) {
   return scaled_or_masked(p) && p.mask && p.mask_dtype == DType::kBool && p.dropout_p == 0 && fits_mask_bits(p);
@@ -32,6 +35,7 @@ struct ForwardPlan {
   ForwardKernel kernel;
   // Head dims that the tensor-core kernel has room for: 64, 128, 256; latent 576; sm90/ also 192 with values of 128.
   int32_t width;
+  int64_t most_group;     // size of the largest group of query heads that share a kv head
   int64_t rows;           // most rows of a kv head: queries times members of the group
   int64_t tile_rows;      // rows of a block
   int64_t tiles;          // tiles of a kv head's rows
@@ -51,7 +55,29 @@ constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128, kSm90MostTileRows =
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 constexpr int64_t kMostKeysOfStep = 128;                        // of all kernels
 constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
-constexpr int64_t kUnitBytes = 48;                              // partial.cuh
+constexpr int64_t kUnitBytes = 64;                              // partial.cuh
+
+// The queries and keys of a long sequence, by which a call is planned.
+static inline int64_t likely_queries(const AttentionParams& p) { return p.query_ends ? p.likely_queries : p.q_len; }
+static inline int64_t likely_keys(const AttentionParams& p) { return p.key_ends ? p.likely_keys : p.kv_len; }
+// The tokens of a batch whose rows tiles hold: queries, of which a kv head has up to `members` rows each, or keys.
+struct Tokens {
+  const int64_t* ends;  // as in AttentionParams
+  int64_t count, members;
+};
+ATTNPACK_HD static inline Tokens query_tokens(const AttentionParams& p, int64_t most_group) {
+  return {p.query_ends, p.q_len, most_group};
+}
+ATTNPACK_HD static inline Tokens key_tokens(const AttentionParams& p) { return {p.key_ends, p.kv_len, 1}; }
+// The tiles of `size` rows, and the sequence and the number in it of one.
+ATTNPACK_HD static inline int64_t count_tiles(const AttentionParams& p, const Tokens& of, int64_t size) {
+  return of.ends ? count_packed_tiles(of.count, p.sequences, of.members, size)
+                 : (of.count * of.members + size - 1) / size;
+}
+ATTNPACK_HD static inline PackedTile place_of_tile(const AttentionParams& p, const Tokens& of, int64_t size, int64_t b,
+                                                   int64_t tile) {
+  return of.ends ? packed_tile(of.ends, of.count, p.sequences, of.members, size, tile) : PackedTile{b, tile};
+}
 
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
@@ -156,9 +182,9 @@ struct TilePlan {
   int32_t width;  // 0: none fits
   int64_t tile_rows;
 };
-static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const Device& device) {
+static inline TilePlan plan_tile(const AttentionParams& p, int64_t most_group, const Device& device) {
   const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
-  const bool few = rows <= kDecodeTileRows, latent = is_latent(p), plain = is_plain(p);
+  const bool few = most_group * likely_queries(p) <= kDecodeTileRows, latent = is_latent(p), plain = is_plain(p);
   const bool sm90 = device.sm90 && (latent ? plain : !few) && fits_sm90(p);
   TilePlan tile{latent ? (sm90 ? ForwardKernel::kLatentSm90 : ForwardKernel::kLatent)
                 : few  ? ForwardKernel::kDecode
@@ -173,7 +199,8 @@ static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const D
                 0};
   tile.tile_rows = latent && (sm90 || !few) ? kLatentTileRows
                    : few                    ? kDecodeTileRows
-                   : sm90 ? forward_rows_sm90(tile.width, plain, rows, p.batch * p.num_kv_heads, device.multiprocessors)
+                   : sm90 ? forward_rows_sm90(tile.width, plain, most_group * p.q_len, p.batch * p.num_kv_heads,
+                                              device.multiprocessors)
                           : prefill_rows(tile.width, plain);
   const auto fits = [&] { return shared_bytes(tile.kernel, tile.tile_rows, tile.width) <= device.shared_bytes; };
   if (!fits() && latent) tile.tile_rows = kDecodeTileRows;
@@ -183,10 +210,11 @@ static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const D
   return tile;
 }
 
-// Whether the decode kernel reads keys in pages, or quantised rows. Else the caller makes plain keys of them.
+// Whether a kernel reads keys in pages, or quantised rows. Else the caller makes plain keys of them.
 static inline bool reads_pages(const AttentionParams& p, int64_t most_group, const Device& device) {
-  const TilePlan tile = plan_tile(p, most_group * p.q_len, device);
-  return fits_tensor_cores(p) && tile.kernel == ForwardKernel::kDecode && tile.width > 0;
+  const TilePlan tile = plan_tile(p, most_group, device);
+  return fits_tensor_cores(p) && tile.width > 0 &&
+         (tile.kernel == ForwardKernel::kDecode || tile.kernel == ForwardKernel::kPrefill);
 }
 static inline bool reads_quantized(const AttentionParams& p, int64_t most_group, const Device& device) {
   const auto whole = [&](const Strides& s, int64_t dim) {  // rows without gaps, in whole words
@@ -206,9 +234,10 @@ static inline bool reads_quantized(const AttentionParams& p, int64_t most_group,
 // most_group: the size of the largest group of query heads that share a kv head.
 static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_group, const Device& device) {
   ForwardPlan plan{};
+  plan.most_group = most_group;
   plan.rows = most_group * p.q_len;
   plan.column_blocks = 1;
-  const TilePlan tile = plan_tile(p, plan.rows, device);
+  const TilePlan tile = plan_tile(p, most_group, device);
   int64_t at_once = device.multiprocessors, shared = shared_bytes(tile.kernel, tile.tile_rows, tile.width);
   plan.kernel = tile.kernel;
   plan.width = tile.width;
@@ -226,9 +255,9 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
     plan.column_blocks = p.v_head_dim > kExactColumns ? (p.v_head_dim + kExactColumns - 1) / kExactColumns : 1;
     at_once *= 8;
   }
-  plan.tiles = plan.rows > 0 ? (plan.rows + plan.tile_rows - 1) / plan.tile_rows : 0;
+  plan.tiles = count_tiles(p, query_tokens(p, most_group), plan.tile_rows);
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles * plan.column_blocks;
-  plan.parts = parts_of_keys(blocks, at_once, p.kv_len);
+  plan.parts = parts_of_keys(blocks, at_once, likely_keys(p));
   plan.blocks = blocks * plan.parts;
   if (plan.parts > 1)
     plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? 8 : 4);
@@ -312,9 +341,13 @@ static inline int64_t backward_shared_bytes_sm90(int64_t width) {
   return whole(whole((operands > sums ? operands : sums) + 128) + kBackwardOwnersSm90 * kRowBytes + bits + 128);
 }
 
+ATTNPACK_HD static inline Tokens owners_of(const AttentionParams& p, Gradient of, int64_t most_group) {
+  return of == Gradient::kQuery ? query_tokens(p, most_group) : key_tokens(p);
+}
 struct OwnersPlace {
   int32_t batch, kv_head, part;
-  int64_t first;
+  int64_t first;     // of the sequence's owners
+  int32_t sequence;  // as in Unit
 };
 // The sequence, the kv head, the part of the others and the first owner of a block. The longest tiles come first: with
 // causality the last rows see most keys, and the first keys are seen by most rows.
@@ -324,8 +357,9 @@ ATTNPACK_HD static inline OwnersPlace place_of_owners(const AttentionParams& p, 
   const BlockPlace at = place_of_block(block, p.batch * p.num_kv_heads * plan.parts, plan.tiles, plan.section);
   const int32_t parts = static_cast<int32_t>(plan.parts);
   const HeadPlace head = place_of_head(at.head / parts, p.num_kv_heads);
-  const int64_t tile = of == Gradient::kQuery ? static_cast<int32_t>(plan.tiles) - 1 - at.tile : at.tile;
-  return {head.batch, head.kv_head, at.head % parts, tile * tile_owners};
+  const int64_t number = of == Gradient::kQuery ? static_cast<int32_t>(plan.tiles) - 1 - at.tile : at.tile;
+  const PackedTile tile = place_of_tile(p, owners_of(p, of, backward.most_group), tile_owners, head.batch, number);
+  return {head.batch, head.kv_head, at.head % parts, tile.tile * tile_owners, static_cast<int32_t>(tile.sequence)};
 }
 // Floats that a block of a part leaves per owner: the sums of dQ, or those of dK and then of dV.
 ATTNPACK_HD static inline int64_t gradient_columns(const AttentionParams& p, Gradient of) {
@@ -335,12 +369,13 @@ ATTNPACK_HD static inline int64_t gradient_columns(const AttentionParams& p, Gra
 // at_once: how many blocks the device runs at once. uneven: whether tiles differ in length.
 static inline GradientPlan plan_gradient(const AttentionParams& p, Gradient of, int64_t most_group, int64_t tile_owners,
                                          int64_t step, int64_t at_once, bool uneven) {
-  const int64_t rows = most_group * p.q_len, others = of == Gradient::kQuery ? p.kv_len : rows;
+  const Tokens owners = owners_of(p, of, most_group);
+  const int64_t others = of == Gradient::kQuery ? likely_keys(p) : most_group * likely_queries(p);
   // A block of a part writes its sums in the time of about three steps. Fewer than four would not be worth it.
   constexpr int64_t kFewestSteps = 4, kEnds = 3;
   GradientPlan plan{};
-  plan.owners = of == Gradient::kQuery ? rows : p.kv_len;
-  plan.tiles = (plan.owners + tile_owners - 1) / tile_owners;
+  plan.owners = owners.count * owners.members;
+  plan.tiles = count_tiles(p, owners, tile_owners);
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles;
   plan.parts = parts_of_steps(blocks, at_once, (others + step - 1) / step, kFewestSteps, kEnds);
   plan.section = heads_of_section(uneven, heads * plan.parts,

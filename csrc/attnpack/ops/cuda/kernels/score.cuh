@@ -18,39 +18,47 @@ struct Row {
 };
 static_assert(sizeof(Row) == kRowBytes);
 
+// Functions of a sequence take its number: the batch, or that of a packed sequence. Its rows and keys are counted from
+// its first ones. Only Row::query counts the rows of all packed sequences, because memory does.
+ATTNPACK_HD inline int64_t count_head_rows(const AttentionParams& p, int64_t sequence, int64_t kv_head) {
+  return group_size(p, kv_head) * count_queries(p, sequence);
+}
+
 // Row `index` of a kv head: index = query * group_size + member. A row past the last one has no keys.
-ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t index) {
+ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t sequence, int64_t kv_head, int64_t index) {
   const int64_t group = group_size(p, kv_head);
-  if (index >= group * p.q_len) return {0, 0, 0, 0, 0};
+  const Range queries = queries_of(p, sequence);
+  if (index >= group * queries.count()) return {0, 0, 0, 0, 0};
   const int64_t query = index / group;
-  const Range keys = key_range(p, b, query);
+  const Range keys = key_range(p, sequence, query);
   const bool some = keys.begin < keys.end;
-  return {static_cast<int32_t>(group_head(p, kv_head, index % group)), static_cast<int32_t>(query),
+  return {static_cast<int32_t>(group_head(p, kv_head, index % group)), static_cast<int32_t>(queries.begin + query),
           some ? static_cast<int32_t>(keys.begin) : 0, some ? static_cast<int32_t>(keys.end) : 0,
-          query + first_position(p, b)};
+          query + first_position(p, sequence)};
 }
 
 // The keys that rows [first, first + count) of one kv head see. The ranges of later queries never begin or end earlier,
 // and a row's number grows with its query. A window past the keys leaves an empty range after their end. That range
 // must not be read, so it becomes [0, 0).
-ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first, int64_t count) {
-  const int64_t group = group_size(p, kv_head), rows = group * p.q_len;
+ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t sequence, int64_t kv_head, int64_t first,
+                              int64_t count) {
+  const int64_t group = group_size(p, kv_head), rows = count_head_rows(p, sequence, kv_head);
   if (first >= rows) return {0, 0};
   const int64_t last = (first + count < rows ? first + count : rows) - 1;
-  const int64_t valid = valid_keys(p, b);
-  const Range keys{key_range(p, b, first / group).begin, key_range(p, b, last / group).end};
+  const int64_t valid = valid_keys(p, sequence);
+  const Range keys{key_range(p, sequence, first / group).begin, key_range(p, sequence, last / group).end};
   if (keys.begin >= valid) return {0, 0};
   return {keys.begin, keys.end < valid ? keys.end : valid};
 }
 
 // The rows of a kv head that see any of these keys, by their ranges.
-ATTNPACK_HD inline Range rows_that_see(const AttentionParams& p, int64_t b, int64_t kv_head, const Range& keys) {
+ATTNPACK_HD inline Range rows_that_see(const AttentionParams& p, int64_t sequence, int64_t kv_head, const Range& keys) {
   // The first query for which `past` holds. It holds for all queries after that one too.
   const auto first = [&](const auto& past) {
-    int64_t low = 0, high = p.q_len;
+    int64_t low = 0, high = count_queries(p, sequence);
     while (low < high) {
       const int64_t middle = (low + high) / 2;
-      past(key_range(p, b, middle)) ? high = middle : low = middle + 1;
+      past(key_range(p, sequence, middle)) ? high = middle : low = middle + 1;
     }
     return low;
   };

@@ -56,7 +56,7 @@ struct CudaKernels {
   bool (*usable)(int device);  // usable.h says when; asked once per device
   cuda::ForwardPlan (*plan)(const AttentionParams&, int64_t most_group, int device);
   const char* (*forward)(const AttentionParams&, const cuda::ForwardPlan&, void* workspace, int device, void* stream);
-  // Whether the decode kernel reads the keys where they are: in pages, or as quantised rows.
+  // Whether a kernel reads the keys where they are: in pages, or as quantised rows.
   bool (*reads_source)(const AttentionParams&, int64_t most_group, int device);
   cuda::BackwardPlan (*plan_backward)(const AttentionBackwardParams&, int64_t most_group, int device);
   const char* (*backward)(const AttentionBackwardParams&, const cuda::BackwardPlan&, void* workspace, int device,

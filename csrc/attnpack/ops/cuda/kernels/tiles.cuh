@@ -43,7 +43,7 @@ ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width,
 // thread did, attend runs again with the values cleaned of them (write_tile says why).
 template <int Rows, class Attend>
 ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const Attend& attend) {
-  const int64_t left = group_size(p, u.kv_head) * p.q_len - u.first;
+  const int64_t left = count_head_rows(p, u.sequence, u.kv_head) - u.first;
   if (left <= 0) return;
   const int count = static_cast<int>(left < Rows ? left : Rows);
   bool cleaned = false;
@@ -53,7 +53,8 @@ ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const 
 // Copies the unit's first `count` query rows into a tile [Rows, Width]. The copy is part of the next commit.
 template <int Rows, int Width, int Threads, class S>
 ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u, int count) {
-  const S* base = static_cast<const S*>(p.query) + u.b * p.query_strides.batch;
+  const S* base = static_cast<const S*>(p.query) + u.b * p.query_strides.batch +
+                  queries_of(p, u.sequence).begin * p.query_strides.row;
   const int64_t group = group_size(p, u.kv_head);
   const auto row = [&](int r) {
     const int64_t index = u.first + r;

@@ -79,7 +79,7 @@ class WarpgroupForward {
  private:
   // Asked where it is needed, because registers are short in the loop.
   ATTNPACK_DEVICE int count_rows() const {
-    const int64_t left = group_size(p_, u_.kv_head) * p_.q_len - u_.first;
+    const int64_t left = count_head_rows(p_, u_.sequence, u_.kv_head) - u_.first;
     return static_cast<int>(left < kRows ? left : kRows);
   }
 
@@ -90,7 +90,7 @@ class WarpgroupForward {
 
   // Keys of other parts are not this unit's, but may lie in its first or last step.
   ATTNPACK_DEVICE void fill_table() {
-    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
+    fill_rows(p_, u_.sequence, u_.kv_head, u_.first, kRows, shared_.rows);
     if (thread_id() < kRows) {
       Row& row = shared_.rows[thread_id()];
       const Range keys = intersection({row.begin, row.end}, u_.keys);
@@ -122,8 +122,8 @@ class WarpgroupForward {
   template <int Columns>
   ATTNPACK_DEVICE void load(S* tile, const TileMap& map, const Strides& strides, Barrier& there, int32_t key) {
     arrive_expecting(there, kKeys * Columns * 2);
-    copy_boxes<kKeys, Columns>(tile, map, there, key, place_in_map(strides.head, u_.kv_head),
-                               place_in_map(strides.batch, u_.b));
+    copy_boxes<kKeys, Columns>(tile, map, there, static_cast<int32_t>(u_.first_key) + key,
+                               place_in_map(strides.head, u_.kv_head), place_in_map(strides.batch, u_.b));
   }
 
   struct Step {

@@ -54,7 +54,7 @@ class WarpgroupLatent {
         steps_((static_cast<int32_t>(u.keys.end) - first_key_ + kKeys - 1) / kKeys) {}
 
   ATTNPACK_DEVICE void compute_outputs() {
-    const int64_t left = group_size(p_, u_.kv_head) * p_.q_len - u_.first;
+    const int64_t left = count_head_rows(p_, u_.sequence, u_.kv_head) - u_.first;
     if (left <= 0) return;
     const int count = static_cast<int>(left < kRows ? left : kRows);
     if (thread_id() == 0) {
@@ -65,7 +65,7 @@ class WarpgroupLatent {
       publish_barriers();
       for (bool& each : shared_.broken) each = false;
     }
-    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
+    fill_rows(p_, u_.sequence, u_.kv_head, u_.first, kRows, shared_.rows);
     run_roles<kWorkers>(
         shared_.broken, [&](int turn) { load_steps(turn * steps_); },
         [&](int turn) { return attend(count, turn * steps_, turn == 1); });
@@ -82,7 +82,8 @@ class WarpgroupLatent {
       const int n = done + i, stage = n % kStages;
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       arrive_expecting(shared_.there[stage], kTileBytes);
-      copy_boxes<kKeys, kWidth>(shared_.key[stage], key_map_, shared_.there[stage], first_key_ + i * kKeys,
+      copy_boxes<kKeys, kWidth>(shared_.key[stage], key_map_, shared_.there[stage],
+                                static_cast<int32_t>(u_.first_key) + first_key_ + i * kKeys,
                                 place_in_map(p_.key_strides.head, u_.kv_head),
                                 place_in_map(p_.key_strides.batch, u_.b));
     }

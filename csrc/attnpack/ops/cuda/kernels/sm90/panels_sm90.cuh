@@ -165,7 +165,7 @@ ATTNPACK_DEVICE bool write_lane_result(const AttentionParams& p, const ForwardPl
   const bool writes_state = thread_id() % 4 == 0 && first == 0;
   const int64_t width = p.v_head_dim - first;
   if (plan.parts > 1) {
-    float* to = partial_row<float>(p, plan, workspace, u.b * p.num_kv_heads + u.kv_head, u.part, index);
+    float* to = partial_row<float>(p, plan, workspace, u, index);
     if (writes_state) *reinterpret_cast<Pair*>(to) = {state.max, state.sum};
     return write_lane_row(sum, h, 1.f, to + 2 + first, width);
   }
@@ -181,8 +181,7 @@ ATTNPACK_DEVICE bool write_broken(const AttentionParams& p, const ForwardPlan& p
                                   int count, int threads, const Row* rows, float* out, int stride, const float* max,
                                   const float* sum) {
   add_broken(out, stride, {thread_id() / kWarp, threads / kWarp, count, static_cast<int>(p.v_head_dim)}, u.keys,
-             NumberOfRows<PlainRows<S>>{plain_rows<S>(p.value, p.value_strides, u.b, u.kv_head)},
-             RowSeesKey{&p, u.b, rows});
+             NumberOfRows<PlainRows<S>>{plain_rows<S>(p.value, p.value_strides, u)}, RowSeesKey{&p, u.b, rows});
   return write_tile<S>(
       p, plan, workspace, u, count, rows, threads, [&](int r) { return Softmax<float>{max[r], sum[r]}; },
       [&](int r) { return [&, r](int64_t c) { return out[r * stride + c]; }; });
