@@ -21,11 +21,13 @@ ENTRY = re.compile(
 LIMITS = {
     # With rules: faster than the kernels of all devices all the same.
     r"forward_sm90_kernel<\w+, \d+, \d+, 0, \d>": 1600,
-    r"key_gradient_kernel": 280,
+    # Its warps that copy have 24 registers, and hold a packed sequence's numbers too (280 bytes before; nobody has
+    # timed that).
+    r"key_gradient_kernel": 420,
     # Under a mask: the warps that copy have 24 registers. The loop of products spills nothing (test_cuda_sass.py).
     r"key_gradient_kernel<\w+, \d+, \d+, 2>": 620,
     # With rules: sums, two products and the rules need more registers than there are.
-    r"(key|query)_gradient_kernel<\w+, \d+, \d+, 0>": 600,
+    r"(key|query)_gradient_kernel<\w+, \d+, \d+, 0>": 760,
 }
 
 

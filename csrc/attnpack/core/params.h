@@ -268,10 +268,9 @@ ATTNPACK_HD static inline int64_t first_position(const AttentionParams& p, int64
   return p.q_offsets ? clamped(p.q_offsets[b], -kMostOffset, kMostOffset) : p.q_offset;
 }
 
-// The range of keys that causality, window, chunk and kv_lens leave to query row i of sequence b.
-ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
-  const int64_t position = i + first_position(p, b);
-  Range keys{0, valid_keys(p, b)};
+// The range of keys that causality, window and chunk leave to a query at a position, of so many valid keys.
+ATTNPACK_HD static inline Range keys_at(const AttentionParams& p, int64_t position, int64_t valid) {
+  Range keys{0, valid};
   if (p.causal && position + 1 < keys.end) keys.end = position + 1;
   if (p.window_right >= 0 && position + p.window_right + 1 < keys.end) keys.end = position + p.window_right + 1;
   if (p.window_left >= 0 && position - p.window_left > keys.begin) keys.begin = position - p.window_left;
@@ -284,6 +283,10 @@ ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, i
 #endif
   if (keys.end < keys.begin) keys.end = keys.begin;
   return keys;
+}
+// That of query row i of sequence b.
+ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
+  return keys_at(p, i + first_position(p, b), valid_keys(p, b));
 }
 
 // Takes the rules away by which key_range differs from all keys.

@@ -19,7 +19,7 @@
   std::abort();
 }
 
-#include "cuda_problem.h"
+#include "cuda_packed.h"
 #include "cuda_run.h"
 
 #include <attnpack/ops/cuda/kernels/linear.cuh>
@@ -77,6 +77,24 @@ void attend_pages() {
   x.p.page_size = page;
   x.p.num_pages = x.p.table_stride = pages;
   run_forward_guarded<BFloat16>(x.p, plan_forward(x.p, 4, kSmall), 3);
+}
+
+// Packed sequences, some without queries or keys, one of NaN. page_size: of keys in pages, or 0.
+struct BrokenPacked : PackedProblem<BFloat16> {
+  BrokenPacked()
+      : PackedProblem({{70, 90}, {0, 20}, {3, 0}, {40, 70}}, {1, 1, 1, 0, 0, 64, 64}, {.causal = true}, Offset::kAtEnd,
+                      4) {
+    break_sequence(3);
+  }
+};
+void attend_packed(const Device& device, int64_t page_size = 0) {
+  BrokenPacked x;
+  if (page_size) x.use_pages(page_size);
+  run_forward_guarded<BFloat16>(x.p, plan_forward(x.p, x.most_group, device), 4);
+}
+void differentiate_packed(const Device& device) {
+  BrokenPacked x;
+  run_backward_guarded<BFloat16>(x.bp, plan_backward(x.bp, x.most_group, device), 4);
 }
 
 template <int Bits>
@@ -192,6 +210,11 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"prefill on sm_90, no NaN", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {}, kSm90); }},
     {"decode", [] { attend<BFloat16>({1, 1, 4, 2, 600, 64, 64}, {.causal = true, .poison = true}, {8, 227 * 1024}); }},
     {"decode without keys", [] { attend<Float16>({1, 1, 1, 2, 1, 256, 256}, {.lens = true}, {8, 227 * 1024}); }},
+    {"packed prefill", [] { attend_packed(kSmall); }},
+    {"packed prefill in pages", [] { attend_packed(kSmall, 16); }},
+    {"packed prefill on sm_90", [] { attend_packed(kSm90); }},
+    {"packed backward", [] { differentiate_packed(kSmall); }},
+    {"packed backward on sm_90", [] { differentiate_packed(kSm90); }},
     {"decode in pages", attend_pages},
     {"decode of 8 bits", attend_quantized<8>},
     {"decode of 4 bits", attend_quantized<4>},

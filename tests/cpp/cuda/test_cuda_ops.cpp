@@ -35,6 +35,7 @@ class CudaOpsOnCpu {
   CudaOpsOnCpu() {
     library_.impl("attention", from_schema<attention_cuda>);
     library_.impl("attention_varlen", from_schema<attention_varlen_cuda>);
+    library_.impl("attention_varlen_backward", from_schema<attention_varlen_backward_cuda>);
     library_.impl("attention_quantized", from_schema<attention_quantized_cuda>);
     library_.impl("kv_cache_append_", kv_cache_append_cuda);
     library_.impl("kv_cache_append_rotated_", kv_cache_append_rotated_cuda);
@@ -372,6 +373,8 @@ TEST_CASE("pages are written and read as on the CPU, without waiting") {
   }
 }
 
+namespace {
+
 // Sequences without queries or keys, and such that begin in the middle of tiles.
 struct Packed {
   Tensor query_ends = at::tensor({0, 20, 20, 23, 90}, at::kLong),
@@ -394,7 +397,9 @@ VarlenArguments packed_rules(const Packed& x, bool all) {
   return args;
 }
 
-TEST_CASE("packed sequences are one call of the kernels, which gives the CPU's results") {
+}  // namespace
+
+TEST_CASE("packed sequences and their gradients are one call of the kernels, which gives the CPU's results") {
   torch::manual_seed(8);
   const at::NoGradGuard no_grad;
   for (const cuda::Device& device : {cuda::Device{1, 227 * 1024}, cuda::Device{1, 227 * 1024, true}})
@@ -418,6 +423,21 @@ TEST_CASE("packed sequences are one call of the kernels, which gives the CPU's r
           CHECK(near(std::get<1>(got), wanted_lse, 1e-4));
           CHECK(std::get<0>(got).is_contiguous());
           CHECK(std::get<1>(got).is_contiguous());
+        }
+        const Tensor grad_out = draw({90, 4, 40}, dtype), grad_lse = at::randn({4, 90});
+        const auto gradients = [&](const auto& backward) {
+          const auto [q, k, v, s] = backward(grad_out, std::optional(grad_lse), x.query, x.key, x.value, wanted,
+                                             wanted_lse, x.query_ends, args, all);
+          return std::vector<Tensor>{q, k, v, s};
+        };
+        const auto there = gradients(attention_varlen_backward_op);
+        cuda::launches() = 0;
+        const auto here = gradients(attention_varlen_backward_cuda);
+        CHECK(cuda::launches() == 3);
+        for (size_t i = 0; i < there.size(); ++i) {
+          CAPTURE(i);
+          CHECK(here[i].sizes() == there[i].sizes());
+          CHECK(near(here[i], there[i], 4 * unit));
         }
       }
 }

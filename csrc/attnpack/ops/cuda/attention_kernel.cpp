@@ -40,6 +40,19 @@ AttentionResult run_cuda_forward(const CudaKernels& kernels, CudaAttention& call
   return result;
 }
 
+void run_cuda_backward(const CudaKernels& kernels, const CudaAttention& call, PreparedBackward& r,
+                       const Tensor& query) {
+  const Target target(query);
+  cuda::drop_unused_strides(r.params);
+  const cuda::BackwardPlan plan = kernels.plan_backward(r.params, call.most_group, target.device());
+  const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
+  check_launch(kernels.backward(r.params, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
+}
+
+Tensor grad_of_sinks(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
+  return sink_terms(sinks, lse, delta).sum(at::IntArrayRef{0, 2}).to(sinks.scalar_type());
+}
+
 bool countable(const Tensor& query, int64_t kv_len) {
   // A count may be rounded up to whole steps, from a beginning that is rounded down to one.
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 2 * cuda::kMostKeysOfStep;
@@ -82,18 +95,13 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
     return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
   if (const auto result = differentiate_by_torch(*kernels, grad_out, grad_lse, query, key, value, out, lse, args))
     return *result;
-  const Target target(query);
   const CudaAttention call = prepare_cuda_attention(query, key, value, args);
   PreparedBackward r = prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
-  cuda::drop_unused_strides(r.params);
-  const cuda::BackwardPlan plan = kernels->plan_backward(r.params, call.most_group, target.device());
-  const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
-  check_launch(kernels->backward(r.params, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
-  Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
+  run_cuda_backward(*kernels, call, r, query);
+  Tensor grad_mask = at::empty({0}, query.options());
   if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());
-  if (sinks_gradient)
-    grad_sinks = sink_terms(*args.sinks, lse, r.delta).sum(at::IntArrayRef{0, 2}).to(args.sinks->scalar_type());
-  return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
+  return {r.grad_query, r.grad_key, r.grad_value, grad_mask,
+          sinks_gradient ? grad_of_sinks(*args.sinks, lse, r.delta) : at::empty({0}, query.options())};
 }
 
 }  // namespace attnpack

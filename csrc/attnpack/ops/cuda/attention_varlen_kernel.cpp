@@ -94,9 +94,28 @@ AttentionResult attention_varlen_cuda(const Tensor& query, const Tensor& key, co
   return attend_each_sequence(&attention_op, query, key, value, cu_seqlens_q, args);
 }
 
+VarlenGradients attention_varlen_backward_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                               const Tensor& query, const Tensor& key, const Tensor& value,
+                                               const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                               const VarlenArguments& args, bool sinks_gradient) {
+  check_attention_varlen_backward(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args, sinks_gradient);
+  if (const CudaKernels* kernels = cuda_kernels(query.device().index()))
+    if (const auto packed = prepare_packed(*kernels, query, key, value, cu_seqlens_q, args)) {
+      const auto one = [](const Tensor& rows) { return rows.unsqueeze(0); };  // [1, heads, tokens]
+      PreparedBackward r = prepare_backward(
+          packed->call.prepared, one_batch(grad_out), grad_lse ? std::make_optional(one(*grad_lse)) : std::nullopt,
+          packed->query, one_batch(key), one_batch(value), one_batch(out), one(lse), /*mask_gradient=*/false);
+      run_cuda_backward(*kernels, packed->call, r, query);
+      return {packed_rows(r.grad_query), packed_rows(r.grad_key), packed_rows(r.grad_value),
+              sinks_gradient ? grad_of_sinks(*args.sinks, one(lse), r.delta) : at::empty({0}, query.options())};
+    }
+  return differentiate_each_sequence(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args,
+                                     sinks_gradient);
+}
+
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {
   m.impl("attention_varlen", attnpack::from_schema<attnpack::attention_varlen_cuda>);
-  m.impl("attention_varlen_backward", attnpack::from_schema<attnpack::differentiate_each_sequence>);
+  m.impl("attention_varlen_backward", attnpack::from_schema<attnpack::attention_varlen_backward_cuda>);
 }

@@ -15,6 +15,10 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                            bool mask_gradient, bool sinks_gradient);
 AttentionResult attention_varlen_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                       const Tensor& cu_seqlens_q, const VarlenArguments& args);
+VarlenGradients attention_varlen_backward_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                               const Tensor& query, const Tensor& key, const Tensor& value,
+                                               const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                               const VarlenArguments& args, bool sinks_gradient);
 AttentionResult attention_quantized_cuda(const Tensor& query, const Tensor& key, const Tensor& value, int64_t bits,
                                          c10::SymInt v_head_dim, const AttentionArguments& args);
 void kv_cache_append_cuda(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,

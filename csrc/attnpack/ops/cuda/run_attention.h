@@ -18,6 +18,12 @@ CudaAttention prepare_cuda_attention(const Tensor& query, const Tensor& key, con
 // Launches the forward kernels. query: laid out as the result is to be.
 AttentionResult run_cuda_forward(const CudaKernels& kernels, CudaAttention& call, const Tensor& query);
 
+// Launches the backward kernels, which write into r.
+void run_cuda_backward(const CudaKernels& kernels, const CudaAttention& call, PreparedBackward& r, const Tensor& query);
+
+// The gradient of the sinks, by the terms of all rows.
+Tensor grad_of_sinks(const Tensor& sinks, const Tensor& lse, const Tensor& delta);
+
 // The kernels count rows, heads and keys in 32 bits, but not elements.
 bool countable(const Tensor& query, int64_t kv_len);
 

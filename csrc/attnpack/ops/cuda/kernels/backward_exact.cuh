@@ -15,11 +15,10 @@ constexpr int kBackwardThreads = 128;  // threads, and also columns, of a block
 
 // How many blocks one gradient takes; most_group as in plan_forward.
 static inline int64_t backward_blocks(const AttentionParams& p, Gradient of, int64_t most_group) {
-  const int64_t owners = of == Gradient::kQuery ? most_group * p.q_len : p.kv_len;
   const int64_t width = of == Gradient::kValue ? p.v_head_dim : p.head_dim;
   const int64_t columns = (width + kBackwardThreads - 1) / kBackwardThreads;
   // The mask's gradient is computed along with the query's, even if head_dim is 0.
-  return p.batch * p.num_kv_heads * ((owners + kOwners - 1) / kOwners) *
+  return p.batch * p.num_kv_heads * count_tiles(p, owners_of(p, of, most_group), kOwners) *
          (of == Gradient::kQuery && columns == 0 ? 1 : columns);
 }
 
@@ -47,15 +46,18 @@ class BackwardBlock {
   ATTNPACK_DEVICE BackwardBlock(const AttentionBackwardParams& bp, int64_t most_group, int64_t block,
                                 ExactShared<A>& shared)
       : bp_(bp), p_(bp.forward), shared_(shared) {
-    const int64_t owners = Of == Gradient::kQuery ? most_group * p_.q_len : p_.kv_len;
-    const int64_t tiles = (owners + kOwners - 1) / kOwners, heads = p_.batch * p_.num_kv_heads;
+    const Tokens owners = owners_of(p_, Of, most_group);
+    const int64_t tiles = count_tiles(p_, owners, kOwners), heads = p_.batch * p_.num_kv_heads;
     const int64_t head = block / tiles % heads;
-    first_ = block % tiles * kOwners;
     column_ = block / tiles / heads * kBackwardThreads + thread_id();
     chunk_ = block / tiles / heads;
     b_ = head / p_.num_kv_heads;
     kv_head_ = head % p_.num_kv_heads;
-    rows_ = group_size(p_, kv_head_) * p_.q_len;
+    const PackedTile tile = place_of_tile(p_, owners, kOwners, b_, block % tiles);
+    first_ = tile.tile * kOwners;
+    sequence_ = tile.sequence;
+    keys_ = keys_of(p_, sequence_);
+    rows_ = count_head_rows(p_, sequence_, kv_head_);
   }
 
   ATTNPACK_DEVICE void compute_gradient() {
@@ -70,20 +72,23 @@ class BackwardBlock {
  private:
   using Share = ThreadShare<kBackwardThreads>;
   ATTNPACK_DEVICE static int smaller(int64_t a, int b) { return a < b ? static_cast<int>(a) : b; }
+  ATTNPACK_DEVICE KeyRows<S> rows_of_keys(const void* base, const Strides& strides, int64_t begin) const {
+    return key_rows<S>(base, strides, b_, kv_head_, keys_.begin + begin);
+  }
 
   // The owners are rows, the others are keys.
   ATTNPACK_DEVICE void query_gradient() {
     if (first_ >= rows_) return;
     const int count = smaller(rows_ - first_, kOwners);
-    fill_rows(p_, b_, kv_head_, first_, kOwners, shared_.rows);
-    const Range keys = hull(p_, b_, kv_head_, first_, kOwners);
+    fill_rows(p_, sequence_, kv_head_, first_, kOwners, shared_.rows);
+    const Range keys = hull(p_, sequence_, kv_head_, first_, kOwners);
     const auto queries = query_rows<S>(p_.query, p_.query_strides, b_, shared_.rows);
     const auto grads = query_rows<S>(bp_.grad_out, bp_.grad_out_strides, b_, shared_.rows);
     for (int64_t begin = keys.begin; begin < keys.end; begin += kOthers) {
       const int some = smaller(keys.end - begin, kOthers);
-      const auto key = key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
-      compute_pair_weights(queries, grads, count, key, key_rows<S>(p_.value, p_.value_strides, b_, kv_head_, begin),
-                           some, [&](int owner, int other) { return RowAndKey{&shared_.rows[owner], begin + other}; });
+      const auto key = rows_of_keys(p_.key, p_.key_strides, begin);
+      compute_pair_weights(queries, grads, count, key, rows_of_keys(p_.value, p_.value_strides, begin), some,
+                           [&](int owner, int other) { return RowAndKey{&shared_.rows[owner], begin + other}; });
       add_weighted(shared_, key, some, column_, p_.head_dim, sum_);
     }
     const auto out = query_rows<S>(bp_.grad_query, bp_.grad_query_strides, b_, shared_.rows);
@@ -92,14 +97,14 @@ class BackwardBlock {
 
   // The owners are keys, the others are rows.
   ATTNPACK_DEVICE void key_gradient() {
-    const int count = smaller(p_.kv_len - first_, kOwners);
-    const auto keys = key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, first_);
-    const auto values = key_rows<S>(p_.value, p_.value_strides, b_, kv_head_, first_);
+    const int count = smaller(keys_.count() - first_, kOwners);
+    const auto keys = rows_of_keys(p_.key, p_.key_strides, first_);
+    const auto values = rows_of_keys(p_.value, p_.value_strides, first_);
     for (int64_t begin = 0; begin < rows_; begin += kOthers) {
       const int some = smaller(rows_ - begin, kOthers);
-      const Range seen = hull(p_, b_, kv_head_, begin, some);
+      const Range seen = hull(p_, sequence_, kv_head_, begin, some);
       if (seen.end <= first_ || seen.begin >= first_ + count) continue;
-      fill_rows(p_, b_, kv_head_, begin, kOthers, shared_.rows);
+      fill_rows(p_, sequence_, kv_head_, begin, kOthers, shared_.rows);
       const auto queries = query_rows<S>(p_.query, p_.query_strides, b_, shared_.rows);
       const auto grads = query_rows<S>(bp_.grad_out, bp_.grad_out_strides, b_, shared_.rows);
       compute_pair_weights(keys, values, count, queries, grads, some,
@@ -110,9 +115,9 @@ class BackwardBlock {
         add_weighted(shared_, grads, some, column_, p_.v_head_dim, sum_);
     }
     if constexpr (Of == Gradient::kKey)
-      write_gradient(key_rows<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, first_), count, p_.head_dim);
+      write_gradient(rows_of_keys(bp_.grad_key, bp_.grad_key_strides, first_), count, p_.head_dim);
     else
-      write_gradient(key_rows<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, first_), count, p_.v_head_dim);
+      write_gradient(rows_of_keys(bp_.grad_value, bp_.grad_value_strides, first_), count, p_.v_head_dim);
   }
 
   struct RowAndKey {
@@ -157,7 +162,8 @@ class BackwardBlock {
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
   ExactShared<A>& shared_;
-  int64_t first_, column_, chunk_, b_, kv_head_, rows_;
+  int64_t first_, column_, chunk_, b_, kv_head_, sequence_, rows_;
+  Range keys_;
   A sum_[kOwners];
 };
 

@@ -21,7 +21,7 @@ struct KeyNumber {
 template <class S>
 struct RowNumber {
   const AttentionParams* p;
-  const S* base;  // of the sequence
+  const S* base;  // of the sequence's first row
   Strides strides;
   int64_t kv_head;
   bool as_nan;
@@ -75,10 +75,13 @@ class BackwardTile {
     kv_head_ = at.kv_head;
     part_ = at.part;
     first_ = at.first;
-    const int64_t left = (kOwnsRows ? group_size(p_, kv_head_) * p_.q_len : p_.kv_len) - first_;
+    sequence_ = at.sequence;
+    const Range keys = attnpack::keys_of(p_, sequence_);
+    first_key_ = static_cast<int32_t>(keys.begin);
+    const int64_t left = (kOwnsRows ? count_head_rows(p_, sequence_, kv_head_) : keys.count()) - first_;
     count_ = left < kTileOwners ? static_cast<int>(left) : kTileOwners;
-    others_ = kOwnsRows ? hull(p_, b_, kv_head_, first_, kTileOwners)
-                        : rows_that_see(p_, b_, kv_head_, {first_, first_ + kTileOwners});
+    others_ = kOwnsRows ? hull(p_, sequence_, kv_head_, first_, kTileOwners)
+                        : rows_that_see(p_, sequence_, kv_head_, {first_, first_ + kTileOwners});
     others_ = others_of_part(others_, others_.begin / kStep * kStep, kStep, plan.of(Of).parts, part_);
   }
 
@@ -139,12 +142,12 @@ class BackwardTile {
     return query_rows<S>(base, strides, b_, shared_.rows[stage].row);
   }
   ATTNPACK_DEVICE KeyRows<S> keys_of(const void* base, const Strides& strides, int64_t begin) const {
-    return key_rows<S>(base, strides, b_, kv_head_, begin);
+    return key_rows<S>(base, strides, b_, kv_head_, first_key_ + begin);
   }
 
   ATTNPACK_DEVICE void fill_table(RowTable& table, int64_t first) {
     constexpr int kCount = kOwnsRows ? kTileOwners : kStep;
-    fill_rows(p_, b_, kv_head_, first, kCount, table.row);
+    fill_rows(p_, sequence_, kv_head_, first, kCount, table.row);
     const int i = thread_id();
     if (i < kCount) {
       const int64_t at = (b_ * p_.num_heads + table.row[i].head) * p_.q_len + table.row[i].query;
@@ -302,9 +305,10 @@ class BackwardTile {
                    RowSeesKey{&p_, b_, shared_.rows[0].row});
       } else {
         const Strides& strides = of_values ? bp_.grad_out_strides : p_.query_strides;
-        const S* base = static_cast<const S*>(of_values ? bp_.grad_out : p_.query) + b_ * strides.batch;
+        const S* base = static_cast<const S*>(of_values ? bp_.grad_out : p_.query) + b_ * strides.batch +
+                        queries_of(p_, sequence_).begin * strides.row;
         add_broken(shared_.sum, kSumStride, owners, others_, RowNumber<S>{&p_, base, strides, kv_head_, !of_values},
-                   KeySeenByRow{&p_, b_, kv_head_, first_});
+                   KeySeenByRow{&p_, sequence_, kv_head_, first_});
       }
     }
     const auto write = [&](const auto& to) {
@@ -318,7 +322,7 @@ class BackwardTile {
       return broken;
     };
     if (plan_.of(Of).parts == 1) return write([&](int owner) { return const_cast<S*>(out(owner)); });
-    const OwnersPlace at{static_cast<int32_t>(b_), static_cast<int32_t>(kv_head_), part_, first_};
+    const OwnersPlace at{static_cast<int32_t>(b_), static_cast<int32_t>(kv_head_), part_, first_, sequence_};
     return write(partial_rows(p_, plan_, Of, workspace_, at, of_values ? p_.head_dim : 0));
   }
 
@@ -329,7 +333,7 @@ class BackwardTile {
   Shared& shared_;
   const int lane_, warp_;
   int count_;  // how many owners there are
-  int32_t part_;
+  int32_t part_, sequence_, first_key_;
   int64_t b_, kv_head_, first_;
   Range others_;
   uint32_t owner_[2][kKeep ? Width / 16 : 1][4];

@@ -20,13 +20,20 @@ struct PartialRows {
   int64_t columns;
   ATTNPACK_HD float* operator()(int owner) const { return base + owner * columns; }
 };
-// column: the first one, head_dim for dV.
+// first: the first owner of them, of all sequences. column: the first one, head_dim for dV.
 ATTNPACK_HD inline PartialRows partial_rows(const AttentionParams& p, const BackwardPlan& plan, Gradient of,
-                                            void* workspace, const OwnersPlace& at, int64_t column = 0) {
+                                            void* workspace, const HeadPlace& at, int64_t part, int64_t first,
+                                            int64_t column = 0) {
   const GradientPlan& gradient = plan.of(of);
   const int64_t head = int64_t{at.batch} * p.num_kv_heads + at.kv_head, columns = gradient_columns(p, of);
-  const int64_t owner = (head * gradient.parts + at.part) * gradient.owners + at.first;
+  const int64_t owner = (head * gradient.parts + part) * gradient.owners + first;
   return {static_cast<float*>(workspace) + owner * columns + column, columns};
+}
+ATTNPACK_HD inline PartialRows partial_rows(const AttentionParams& p, const BackwardPlan& plan, Gradient of,
+                                            void* workspace, const OwnersPlace& at, int64_t column = 0) {
+  const int64_t before = of == Gradient::kQuery ? queries_of(p, at.sequence).begin * group_size(p, at.kv_head)
+                                                : keys_of(p, at.sequence).begin;
+  return partial_rows(p, plan, of, workspace, {at.batch, at.kv_head}, at.part, before + at.first, column);
 }
 
 // A warp adds up the parts of one owner.
@@ -55,7 +62,7 @@ ATTNPACK_DEVICE void sum_gradient_parts(const AttentionBackwardParams& bp, const
     first = row_of(bp.grad_key, bp.grad_key_strides, head.kv_head, owner);
     second = row_of(bp.grad_value, bp.grad_value_strides, head.kv_head, owner);
   }
-  const PartialRows parts = partial_rows(p, plan, Of, workspace, {head.batch, head.kv_head, 0, owner});
+  const PartialRows parts = partial_rows(p, plan, Of, workspace, head, 0, owner);
   const int64_t further = gradient.owners * parts.columns;
   for (int64_t c = thread_id() % kWarp; c < parts.columns; c += kWarp) {
     float sum = parts.base[c];

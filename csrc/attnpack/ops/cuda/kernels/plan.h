@@ -347,7 +347,7 @@ ATTNPACK_HD static inline Tokens owners_of(const AttentionParams& p, Gradient of
 struct OwnersPlace {
   int32_t batch, kv_head, part;
   int64_t first;     // of the sequence's owners
-  int32_t sequence;  // as in Unit
+  int32_t sequence;  // of the packed ones; else batch
 };
 // The sequence, the kv head, the part of the others and the first owner of a block. The longest tiles come first: with
 // causality the last rows see most keys, and the first keys are seen by most rows.

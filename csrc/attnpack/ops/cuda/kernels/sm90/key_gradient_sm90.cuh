@@ -53,6 +53,10 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
   struct Work {
     OwnersPlace at;
     int32_t count, members;  // keys, and query heads
+    // The sequence: its valid keys, its number of queries, the position of the first one, and where its rows and keys
+    // begin.
+    int32_t valid, queries, query_place, key_place;
+    int64_t position;
     int32_t first_query, steps_of_head, first_step, steps;
     const int32_t* listed;  // under a mask: its steps, of all rows
   };
@@ -96,7 +100,14 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
   ATTNPACK_DEVICE Work find_work(int64_t block) const {
     Work work{place_of_owners(p_, plan_, Gradient::kKeyAndValue, kOwners, block)};
     const OwnersPlace& at = work.at;
-    work.count = static_cast<int32_t>(p_.kv_len - at.first < kOwners ? p_.kv_len - at.first : kOwners);
+    const Range queries = queries_of(p_, at.sequence), keys = keys_of(p_, at.sequence);
+    const int64_t left = keys.count() - at.first;
+    work.count = static_cast<int32_t>(left < kOwners ? left : kOwners);
+    work.valid = static_cast<int32_t>(valid_keys(p_, at.sequence));
+    work.queries = static_cast<int32_t>(queries.count());
+    work.query_place = static_cast<int32_t>(queries.begin);
+    work.key_place = static_cast<int32_t>(keys.begin);
+    work.position = first_position(p_, at.sequence);
     work.members = static_cast<int32_t>(group_size(p_, at.kv_head));
     if constexpr (kMasked) {
       const ListedSteps mine =
@@ -107,7 +118,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
       work.listed = mine.numbers;
       return work;
     }
-    const Range rows = rows_that_see(p_, at.batch, at.kv_head, {at.first, at.first + kOwners});
+    const Range rows = rows_that_see(p_, at.sequence, at.kv_head, {at.first, at.first + kOwners});
     work.first_query = work.members > 0 ? static_cast<int32_t>(rows.begin / work.members) : 0;
     const int32_t end = work.members > 0 ? static_cast<int32_t>(rows.end / work.members) : 0;
     work.steps_of_head = (end - work.first_query + kStep - 1) / kStep;
@@ -132,16 +143,16 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
   ATTNPACK_DEVICE void load_steps(int turn) {
     if (thread_id() != kWorkers) return;
     const OwnersPlace& at = work().at;
-    const int steps = work().steps;
+    const int steps = work().steps, first = work().key_place + static_cast<int>(at.first);
     arrive_expecting(shared_.owners_there, kOwners * (Width + Values) * 2);
-    copy_boxes<kOwners, Width>(shared_.owners.of_scores, key_map_, shared_.owners_there, static_cast<int>(at.first),
+    copy_boxes<kOwners, Width>(shared_.owners.of_scores, key_map_, shared_.owners_there, first,
                                place_in_map(p_.key_strides.head, at.kv_head),
                                place_in_map(p_.key_strides.batch, at.batch));
-    copy_boxes<kOwners, Values>(shared_.owners.of_values, value_map_, shared_.owners_there, static_cast<int>(at.first),
+    copy_boxes<kOwners, Values>(shared_.owners.of_values, value_map_, shared_.owners_there, first,
                                 place_in_map(p_.value_strides.head, at.kv_head),
                                 place_in_map(p_.value_strides.batch, at.batch));
     for (int i = 0; i < steps; ++i) {
-      const int n = turn * steps + i, stage = n % kStages, query = query_of_step(i);
+      const int n = turn * steps + i, stage = n % kStages, query = work().query_place + query_of_step(i);
       const int64_t head = head_of_step(i);
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       arrive_expecting(shared_.there[stage], kPairBytes);
@@ -167,10 +178,11 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       bool huge = false;
       for (int r = lane_; r < kStep; r += kWarp) {
-        const int64_t query = query_of_step(i) + r, at = (b * p_.num_heads + head) * p_.q_len + query;
-        const bool there = query < p_.q_len;
+        const int64_t query = query_of_step(i) + r,
+                      at = (b * p_.num_heads + head) * p_.q_len + work().query_place + query;
+        const bool there = query < work().queries;
         const float lse = there ? static_cast<const float*>(p_.lse)[at] * (Kind == Scores::kAny ? 1.f : kLog2E) : 0.f;
-        const Range keys = there ? key_range(p_, b, query) : Range{0, 0};
+        const Range keys = there ? keys_at(p_, work().position + query, work().valid) : Range{0, 0};
         const bool some = keys.begin < keys.end;
         Others& rows = shared_.rows[stage];
         rows.lse[r] = lse;
@@ -217,7 +229,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
         wait_products<0>();
         hold(s);
         hold(g);
-        weigh_keys_by_rules(p_, {work().at.batch, shared_.head[stage], shared_.query[stage]},
+        weigh_keys_by_rules(p_, {work().at.sequence, shared_.head[stage], shared_.query[stage]},
                             static_cast<int32_t>(work().at.first) + first_owner() + lane_ / 4, shared_.rows[stage], s,
                             g);
         pack_weights<S>(s, weights);
@@ -304,7 +316,7 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
     }
     const OwnersPlace at = work().at;
     const auto rows = [&](void* base, const Strides& strides) {
-      const KeyRows<S> rows = key_rows<S>(base, strides, at.batch, at.kv_head, at.first);
+      const KeyRows<S> rows = key_rows<S>(base, strides, at.batch, at.kv_head, work().key_place + at.first);
       return [rows](int owner) { return const_cast<S*>(rows(owner)); };
     };
     return write_to(rows(bp_.grad_key, bp_.grad_key_strides), rows(bp_.grad_value, bp_.grad_value_strides), cleaned);
@@ -320,11 +332,11 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width, Values, backward_rows_s
       const int32_t steps = kMasked ? assigned.members * assigned.steps_of_head : assigned.steps;
       const Range rows{int64_t{assigned.first_step} * kStep, int64_t{assigned.first_step + steps} * kStep};
       const auto number = [&](const void* base, const Strides& strides, bool as_nan) {
-        const RowNumber<S> of_row{&p_, static_cast<const S*>(base) + at.batch * strides.batch, strides, at.kv_head,
-                                  as_nan};
-        return NumberOfSteps<S>{row, of_row, assigned.members * p_.q_len};
+        const S* first = static_cast<const S*>(base) + at.batch * strides.batch + assigned.query_place * strides.row;
+        return NumberOfSteps<S>{
+            row, {&p_, first, strides, at.kv_head, as_nan}, int64_t{assigned.members} * assigned.queries};
       };
-      const SeenInSteps seen{row, {&p_, at.batch, at.kv_head, at.first}};
+      const SeenInSteps seen{row, {&p_, at.sequence, at.kv_head, at.first}};
       sync_threads(kBoth, kWorkers);
       put_fragments<Base::kScoreStride>(shared_.score_sum, key_sum_, first_owner(), scale);
       put_fragments<Base::kValueStride>(shared_.value_sum, value_sum_, first_owner());

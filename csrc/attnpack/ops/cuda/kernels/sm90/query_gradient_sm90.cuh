@@ -37,9 +37,10 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width, Values, kBackwardStep
     kv_head_ = at.kv_head;
     part_ = at.part;
     first_ = at.first;
-    const int64_t left = group_size(p_, kv_head_) * p_.q_len - first_;
+    sequence_ = at.sequence;
+    const int64_t left = count_head_rows(p_, sequence_, kv_head_) - first_;
     count_ = left < kOwners ? static_cast<int>(left) : kOwners;
-    keys_ = hull(p_, b_, kv_head_, first_, kOwners);
+    keys_ = hull(p_, sequence_, kv_head_, first_, kOwners);
     int32_t steps;
     if constexpr (kMasked) {
       listed_ = steps_of_keys(plan.lists_of_rows, workspace, b_, kv_head_, first_ / kOwners, keys_);
@@ -56,7 +57,7 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width, Values, kBackwardStep
   ATTNPACK_DEVICE void compute_gradients() {
     if (count_ <= 0) return;
     Base::set_up_barriers(shared_, 1);
-    fill_rows(p_, b_, kv_head_, first_, kOwners, shared_.rows);
+    fill_rows(p_, sequence_, kv_head_, first_, kOwners, shared_.rows);
     run_roles<kWorkers>(
         shared_.broken, [&](int turn) { load_steps(turn * steps()); },
         [&](int turn) { return gather(turn * steps(), turn == 1); });
@@ -67,11 +68,12 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width, Values, kBackwardStep
 
   ATTNPACK_DEVICE void load_steps(int done) {
     if (thread_id() != kWorkers) return;
+    const int before = static_cast<int>(keys_of(p_, sequence_).begin);
     for (int i = 0; i < steps(); ++i) {
       const int n = done + i, stage = n % kStages;
       wait(shared_.used[stage], (n / kStages & 1) ^ 1);
       if constexpr (kMasked) shared_.listed[stage] = listed_[i];
-      const int key = step_of(i, stage).first_key;
+      const int key = before + step_of(i, stage).first_key;
       arrive_expecting(shared_.there[stage], kPairBytes);
       copy_boxes<kStep, Width>(shared_.others[stage].of_scores, key_map_, shared_.there[stage], key,
                                place_in_map(p_.key_strides.head, kv_head_), place_in_map(p_.key_strides.batch, b_));
@@ -240,7 +242,7 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width, Values, kBackwardStep
 
   ATTNPACK_DEVICE bool write(bool cleaned) {
     if (plan_.of_rows.parts > 1) {
-      const OwnersPlace at{b_, kv_head_, part_, first_};
+      const OwnersPlace at{b_, kv_head_, part_, first_, sequence_};
       return write_to(partial_rows(p_, plan_, Gradient::kQuery, workspace_, at), cleaned);
     }
     const auto rows = query_rows<S>(bp_.grad_query, bp_.grad_query_strides, b_, shared_.rows);
@@ -254,7 +256,8 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width, Values, kBackwardStep
       put_fragments<Base::kScoreStride>(shared_.score_sum, sum_, first_row(), scale);
       Base::template write_cleaned<Base::kScoreStride>(
           shared_.score_sum, count_, p_.head_dim, keys_, to,
-          KeyNumber<S>{key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, 0)}, RowSeesKey{&p_, b_, shared_.rows});
+          KeyNumber<S>{key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, keys_of(p_, sequence_).begin)},
+          RowSeesKey{&p_, b_, shared_.rows});
       return false;
     }
     bool broken = false;
@@ -273,7 +276,7 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width, Values, kBackwardStep
   Shared& shared_;
   const int lane_, group_;
   int count_;
-  int32_t b_, kv_head_, part_;
+  int32_t b_, kv_head_, part_, sequence_;
   int64_t first_;
   Range keys_;
   ListedSteps listed_;
