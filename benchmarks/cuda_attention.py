@@ -1,10 +1,12 @@
 """Speed of attention on a CUDA device, in TFLOP/s (TF), beside torch's SDPA.
 
-python benchmarks/cuda_attention.py [plain] [rules] [latent] [decode] [fp32] [--quick] [--library PATH] [--device cpu]
+python benchmarks/cuda_attention.py [plain] [rules] [latent] [decode] [packed] [fp32] [--quick] [--library PATH]
+                                    [--device cpu]
 
 plain: prefill (fwd) and gradients (bwd) without rules, with the times of the two gradient kernels. The peers' gradients
 are those of repeated key-value heads. rules: prefill and gradients of 32/8 heads, 4,096 tokens, by rule. latent: decode
-of 8 sequences of 58,254 keys, of which each read counts once, and of one sequence. fp32: as plain, and exact.
+of 8 sequences of 58,254 keys, of which each read counts once, and of one sequence. packed: causal prefill and gradients
+of sequences of several lengths in one call, over pages too, beside one call for each. fp32: as plain, and exact.
 The peers are torch's SDPA by default (sdpa), and its kernels by name. A dash: the peer refuses the call.
 A time is the median of ten replays of a CUDA graph, so Python's time does not count. Our kernels run, not torch's in
 their place (ATTNPACK_CUDA=own). --quick: the shapes that tell most. --library: another libattnpack_cuda.so.
@@ -24,7 +26,7 @@ os.environ.setdefault("ATTNPACK_CUDA", "own")
 
 import torch
 import torch.nn.functional as F
-from attnpack import attention
+from attnpack import attention, attention_varlen
 from attnpack.tools.bench.devices import Cpu, Cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,6 +42,8 @@ SHAPES = [  # heads, kv heads, tokens, head_dim
     (16, 16, 4096, 128),
 ]
 QUICK = [(32, 8, 8192, 128), (8, 2, 2048, 128)]
+PACKED = {"16 of 512": [512] * 16, "one of 8192, 31 of 64": [8192] + [64] * 31, "128 of 64": [64] * 128}
+PAGE = 16  # keys
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -186,13 +190,57 @@ class Bench:
             line = self.forward(flops, (query, key, value), PEERS, {}, {})
             print(f"decode {heads}/{kv_heads} D128 {length} keys, {queries} queries: {line}", flush=True)
 
+    def print_packed(self) -> None:
+        for name, tokens in list(PACKED.items())[: 2 if self.quick else None]:
+            lengths = [self.length(each) for each in tokens]
+            print(f"{name}: {self.packed(lengths)}", flush=True)
+
+    def packed(self, lengths: list[int], heads: int = 32, kv_heads: int = 8, dim: int = 128) -> str:
+        leaves = [self.draw(sum(lengths), h, dim).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], device=self.device.device)
+        rules = {"causal": True, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+
+        # Pages in no order, of which each sequence has whole ones.
+        most = -(-max(lengths) // PAGE)
+        table = torch.randperm(len(lengths) * most, device=self.device.device).int().view(len(lengths), most)
+        pools = [self.draw(table.numel(), PAGE, kv_heads, dim) for _ in range(2)]
+        pages = {"block_table": table, "kv_lens": torch.tensor(lengths, device=self.device.device)}
+
+        def pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.unsqueeze(0).transpose(1, 2).split(lengths, 2)
+
+        def each() -> list[torch.Tensor]:
+            return [attention(*x, causal=True) for x in zip(*map(pieces, leaves), strict=True)]
+
+        in_one = functools.partial(attention_varlen, *leaves, ends, **rules)
+        with torch.no_grad():
+            forward = {
+                "packed": self.seconds(in_one),
+                "in pages": self.seconds(
+                    functools.partial(attention_varlen, leaves[0], *pools, ends, **rules, **pages)
+                ),
+                "each": self.seconds(each),
+            }
+        grad = torch.randn_like(leaves[0])
+        results = {"packed": (in_one(), grad), "each": (each(), pieces(grad))}
+        backward = {
+            form: self.seconds(functools.partial(torch.autograd.grad, out, leaves, grads, retain_graph=True))
+            for form, (out, grads) in results.items()
+        }
+        flops = 2 * heads * dim * sum(length**2 for length in lengths)
+
+        def words(times: dict[str, float], flops: float) -> str:
+            return ", ".join(f"{form} {time * 1e3:.3f} ms {rate(flops, time)} TF" for form, time in times.items())
+
+        return f"fwd {words(forward, flops)} | bwd {words(backward, 2.5 * flops)}"
+
 
 def rate(flops: float, seconds: float) -> str:
     return f"{flops / seconds / 1e12:.0f}"
 
 
 def main() -> None:
-    parts = ("plain", "rules", "latent", "decode", "fp32")
+    parts = ("plain", "rules", "latent", "decode", "packed", "fp32")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=", ".join(parts))
     parser.add_argument("--quick", action="store_true", help="only the shapes that tell most")

@@ -80,7 +80,8 @@ for step in "$@"; do
         if [ -e "$library" ]; then bench 25 "$variant" plain decode --quick --library "$library"; else bench 25 base plain decode --quick; fi
       done
       bench 15 rules rules --quick
-      bench 20 latent latent ;;
+      bench 20 latent latent
+      bench 20 packed packed --quick ;;
     why) # one kernel of a kind each; ncu would change the clocks if it were not told
       for kind in prefill:forward_sm90 backward:key_gradient backward:query_gradient latent:latent_sm90; do
         within 40 ncu --clock-control none --set full --kernel-name "regex:${kind#*:}" --launch-count 1 \

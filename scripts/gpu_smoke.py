@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
-from attnpack import _C, attention, reference  # noqa: E402
+from attnpack import _C, attention, attention_varlen, reference  # noqa: E402
 
 os.environ.setdefault("ATTNPACK_CUDA", "own")  # not torch's kernels in place of ours
 
@@ -44,17 +44,29 @@ def make_cases(device: str) -> Iterator[Case]:
         exact = functools.partial(reference.attention, *(x.double() for x in (query, key, value)), **settings)
         return here, exact
 
-    def gradients(tensors, **settings):
+    # Two packed sequences: 100 queries of 130 keys, and 40 of 60.
+    ends, lengths = {"q": torch.tensor([0, 100, 140]), "k": torch.tensor([0, 130, 190])}, ((100, 40), (130, 60))
+
+    def packed(query, key, value, **pages):
+        where = pages or {"cu_seqlens_k": ends["k"]}
+        return attention_varlen(query, key, value, ends["q"].to(query.device), **there(where), causal=True)
+
+    def each(query, key, value):
+        pieces = zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True)
+        batches = ([x.unsqueeze(0).transpose(1, 2) for x in piece] for piece in pieces)
+        return torch.cat([reference.attention(*x, causal=True, q_offset="end")[0].transpose(0, 1) for x in batches])
+
+    def gradients(tensors, ours=attention, formula=reference.attention, **settings):
         def gradient(attend, where, dtype):
-            leaves = [x.to(where, dtype).requires_grad_() for x in tensors]
+            leaves = [x.detach().to(where, dtype).requires_grad_() for x in tensors]
             out = attend(*leaves, **(there(settings) if where == device else settings))
             # One NaN would make the whole sum NaN, so numbers that are NaN count as 0.
             total = out.nan_to_num(0).square().sum()
             return torch.cat([x.flatten() for x in torch.autograd.grad(total, leaves)]).nan_to_num(0)
 
         return (
-            functools.partial(gradient, attention, device, torch.bfloat16),
-            functools.partial(gradient, reference.attention, "cpu", torch.float64),
+            functools.partial(gradient, ours, device, torch.bfloat16),
+            functools.partial(gradient, formula, "cpu", torch.float64),
         )
 
     query, key, value = draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128)
@@ -80,6 +92,20 @@ def make_cases(device: str) -> Iterator[Case]:
         yield f"prefill, D {dim}", ("prefill_kernel",), *pair(query, key, value, causal=True)
         if dim == 64:
             yield "backward, D 64", ("gradient_mma_kernel",), *gradients((query, key, value), causal=True)
+    rows = draw(140, 8, 128), draw(190, 2, 128), draw(190, 2, 128)
+    here, exact = [x.to(device) for x in rows], functools.partial(each, *(x.double() for x in rows))
+    yield "packed", ("prefill_kernel",), functools.partial(packed, *here), exact
+    yield "packed, backward", ("gradient_mma_kernel",), *gradients(rows, packed, each)
+    # 13 pages of 16 keys: nine of the first sequence, four of the second. Hopper has no kernel of its own for them.
+    table = torch.tensor([[7, 2, 11, 0, 5, 12, 3, 9, 1], [6, 10, 4, 8, -1, -1, -1, -1, -1]], dtype=torch.int32)
+    pools = [torch.full((13, 16, 2, 128), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+    for pool, x in zip(pools, rows[1:], strict=True):
+        for numbers, keys in zip(table, x.split(lengths[1]), strict=True):
+            for number, page in zip(numbers, keys.split(16), strict=False):
+                pool[number, : len(page)] = page
+    pages = {"block_table": table, "kv_lens": torch.tensor(lengths[1])}
+    call = functools.partial(packed, here[0], *(x.to(device) for x in pools), **pages)
+    yield "packed, pages", ("prefill_kernel<",), call, exact
     empty = draw(2, 4, 64, 128), draw(2, 2, 0, 128), draw(2, 2, 0, 128)
     yield "no keys", (), *pair(*empty)
     yield "no keys, backward", (), *gradients(empty)

@@ -2,6 +2,7 @@
 on the CPU."""
 
 import functools
+import itertools
 import os
 
 import pytest
@@ -385,6 +386,97 @@ def test_pages_give_the_bits_of_one_tensor(page_size, dims, dtype):
     )
     assert_close(call(), wanted, rtol=2e-2, atol=2e-2)
     assert any("decode_source_kernel" in name for name in kernel_names(call))
+
+
+# Packed sequences: without queries, without keys, of one query, and of lengths that end within a tile.
+QUERIES, KEYS = (70, 0, 3, 1, 200), (300, 40, 0, 64, 200)
+PACKED_RULES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "rules": {"causal": True, "window": (90, 0), "softcap": 5.0, "sinks": torch.linspace(-1, 1, 4)},
+}
+
+
+def ends_of(lengths) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], device="cuda")
+
+
+def draw_packed(dims, dtype) -> list[torch.Tensor]:
+    shapes = (sum(QUERIES), 4, dims[0]), (sum(KEYS), 2, dims[0]), (sum(KEYS), 2, dims[1])
+    return [draw(*shape, dtype=dtype, seed=n).cuda() for n, shape in enumerate(shapes)]
+
+
+def each_sequence(query, key, value, **rule) -> torch.Tensor:
+    pieces = zip(query.split(QUERIES), key.split(KEYS), value.split(KEYS), strict=True)
+    batches = ([x.unsqueeze(0).transpose(1, 2) for x in piece] for piece in pieces)
+    return torch.cat([attention(*x, q_offset="end", **rule)[0].transpose(0, 1) for x in batches])
+
+
+@pytest.mark.parametrize("rule", PACKED_RULES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_packed_sequences_are_one_call_that_waits_for_nothing(dims, dtype, rule):
+    rule = on_device_rules(PACKED_RULES[rule])
+    leaves = [x.requires_grad_() for x in draw_packed(dims, dtype)]
+    hints = {"max_seqlen_q": max(QUERIES), "max_seqlen_k": max(KEYS)}
+    call = functools.partial(attention_varlen, *leaves, ends_of(QUERIES), ends_of(KEYS), **hints, **rule)
+    grad = draw(sum(QUERIES), 4, dims[1], dtype=dtype, seed=9).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = call()
+        grads = torch.autograd.grad(out, leaves, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = each_sequence(*leaves, **rule)
+    assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    for got, each in zip(grads, torch.autograd.grad(wanted, leaves, grad), strict=True):
+        assert_close(got, each, rtol=5e-2, atol=5e-2)
+    names = [name for name in kernel_names(call) if "prefill_kernel" in name or "forward_sm90_kernel" in name]
+    assert len(names) == 1
+
+
+def on_device_rules(rule):
+    return {name: on_device(x) for name, x in rule.items()}
+
+
+def test_no_number_of_another_packed_sequence_reaches_a_row():
+    query, key, value = draw_packed((128, 128), torch.bfloat16)
+    call = functools.partial(attention_varlen, cu_seqlens_q=ends_of(QUERIES), cu_seqlens_k=ends_of(KEYS), causal=True)
+    wanted = call(query, key, value)
+    for x, lengths in ((query, QUERIES), (key, KEYS), (value, KEYS)):
+        x[-lengths[-1] :] = NAN
+    assert torch.equal(call(query, key, value)[: -QUERIES[-1]], wanted[: -QUERIES[-1]])
+
+
+def test_a_captured_packed_call_reads_the_ends_of_each_replay():
+    tensors, ends, key_ends = draw_packed((128, 128), torch.bfloat16), ends_of(QUERIES), ends_of(KEYS)
+    call = functools.partial(attention_varlen, *tensors, ends, key_ends, causal=True)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    ends.copy_(ends_of(QUERIES[::-1]))
+    key_ends.copy_(ends_of(KEYS[::-1]))
+    graph.replay()
+    assert_close(out, call(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("page_size, dims", [(16, (64, 64)), (7, (128, 128)), (64, (192, 256))])
+@pytest.mark.parametrize("rule", PACKED_RULES)
+def test_packed_queries_over_pages(page_size, dims, rule):
+    rule = on_device_rules(PACKED_RULES[rule])
+    query, *keys = draw_packed(dims, torch.bfloat16)
+    most = -(-max(KEYS) // page_size)
+    table = torch.randperm(len(KEYS) * most, generator=torch.Generator().manual_seed(0)).int().view(len(KEYS), most)
+    pools = [torch.full((table.numel(), page_size, 2, x.size(-1)), NAN, dtype=x.dtype, device="cuda") for x in keys]
+    for pool, x in zip(pools, keys, strict=True):
+        for numbers, rows in zip(table.tolist(), x.split(KEYS), strict=True):
+            for number, page in zip(numbers, rows.split(page_size), strict=False):
+                pool[number, : len(page)] = page
+    pages = {"block_table": table.cuda(), "kv_lens": torch.tensor(KEYS, device="cuda")}
+    call = functools.partial(attention_varlen, query, *pools, ends_of(QUERIES), **pages, **rule)
+    assert_close(call(), each_sequence(query, *keys, **rule), rtol=2e-2, atol=2e-2)
+    assert sum("prefill_kernel" in name for name in kernel_names(call)) == 1
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -40,8 +40,11 @@ def test_the_smoke_cases_are_right_and_their_limit_can_fail():
         "backward, mask",
         "backward, D 192 and 128",
         "backward, mask and cap",
+        "packed",
+        "packed, backward",
+        "packed, pages",
     }
-    assert wanted <= set(names) and len(names) == 18
+    assert wanted <= set(names) and len(names) == 21
 
 
 STAND_INS = {
@@ -98,6 +101,7 @@ def test_a_session_asks_first_whether_it_is_right_then_which_variant_is_faster(s
         "plain decode --quick " + library.format("turned"),
         "rules --quick",
         "cuda_attention.py latent",
+        "cuda_attention.py packed --quick",
         "--clock-control none --set full --kernel-name regex:forward_sm90",
         "regex:key_gradient",
         "regex:latent_sm90",
@@ -112,7 +116,9 @@ def test_a_session_asks_first_whether_it_is_right_then_which_variant_is_faster(s
     runs = [line for line in process.log if "--library" in line]
     assert [line.split("/")[-2] for line in runs] == ["base", "turned", "base"]
     assert (process.copy / "python/attnpack/lib/libattnpack_cuda.so").read_text() == "base"
-    tables = {f"{name}.txt" for name in ("info", "smoke", "test", "base", "turned", "rules", "latent", "torch")}
+    tables = {
+        f"{name}.txt" for name in ("info", "smoke", "test", "base", "turned", "rules", "latent", "packed", "torch")
+    }
     assert tables | {"ncu_forward_sm90.txt", "racecheck_small_backward.log", "memcheck_empty.log"} <= process.out
     assert not any("nvidia-smi -" in line and "query" not in line for line in process.log)  # clocks are left alone
 
