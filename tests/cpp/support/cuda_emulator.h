@@ -128,15 +128,16 @@ class EmulatedBlock {
   }
   size_t cell_of(int32_t barrier) const { return kBarrierCells + barrier; }
   char* race_cell(int32_t barrier) { return races_.cell(cell_of(barrier)); }
+  char* race_boxes(int32_t barrier) { return races_.boxes(cell_of(barrier)); }
   char* asynchronous_view() { return races_.asynchronous_view(); }
   void arrive(int32_t number, int64_t bytes) {
     me().race.release_cell(races_, cell_of(number));
     const Unseen unseen;
     barriers_.arrive(number, bytes);
   }
-  void wait_for_phase(int32_t number, int parity) {
+  void wait_for_phase(int32_t number, int parity, bool orders) {
     poll([this, number, parity] { return (barriers_.phase(number) & 1) != (parity & 1); });
-    me().race.acquire_cell(races_, cell_of(number));
+    if (orders) me().race.wait_for_boxes(races_, cell_of(number));
   }
   // A product may not read where a box is under way, nor anybody the sums of a product that is.
   void check_landed(const char* from, int bytes) {
@@ -151,19 +152,19 @@ class EmulatedBlock {
     const Unseen unseen;
     barriers_.add_box(to, std::move(box), barrier);
   }
-  void arrive_threads(int number, int threads) {
-    me().race.release_cell(races_, kNumberCells + number);
+  void arrive_threads(int number, int threads, bool orders = true) {
+    if (orders) me().race.release_cell(races_, kNumberCells + number);
     const Unseen unseen;
     if (!barriers_.arrive_at_number(number, threads)) fail("threads name different counts at a barrier");
   }
-  void sync_threads(int number, int threads) {
+  void sync_threads(int number, int threads, bool orders) {
     const int phase = [&] {
       const Unseen unseen;
       return barriers_.phase_of_number(number);
     }();
-    arrive_threads(number, threads);
+    arrive_threads(number, threads, orders);
     poll([this, number, phase] { return barriers_.phase_of_number(number) != phase; });
-    me().race.acquire_cell(races_, kNumberCells + number);
+    if (orders) me().race.acquire_cell(races_, kNumberCells + number);
   }
 
   template <class T>
@@ -326,7 +327,9 @@ class EmulatedBlock {
 
 inline EmulatedBlock& emulated() { return *EmulatedBlock::current(); }
 
-// Sites that were reached, and the one that is left out.
+// Sites that were reached, and the one that is left out: the threads go on in the same turns, but nothing that came
+// before it is ordered before what comes after it. Else a thread that does not wait may be so far ahead that other
+// barriers order its accesses.
 struct Sites {
   std::set<std::string> reached;
   std::string left_out;
@@ -352,12 +355,11 @@ inline bool any_in_block(bool x, Site at = Site::current()) {
   return emulated().me().any;
 }
 inline void sync_block(Site at = Site::current()) {
-  if (Sites::all().leaves_out(at)) return;
   emulated().bring(false);
-  emulated().wait_for_others(EmulatedBlock::kAtBlock, at, true);
+  emulated().wait_for_others(EmulatedBlock::kAtBlock, at, !Sites::all().leaves_out(at));
 }
 inline void sync_warp(Site at = Site::current()) {
-  if (!Sites::all().leaves_out(at)) emulated().wait_for_others(EmulatedBlock::kAtWarp, at, true);
+  emulated().wait_for_others(EmulatedBlock::kAtWarp, at, !Sites::all().leaves_out(at));
 }
 template <class T>
 T shuffle_xor(T x, int mask, Site at = Site::current()) {

@@ -22,7 +22,7 @@ inline void publish_barriers() {}
 inline void arrive(Barrier& barrier) { emulated().arrive(barrier.number, 0); }
 inline void arrive_expecting(Barrier& barrier, int bytes) { emulated().arrive(barrier.number, bytes); }
 inline void wait(Barrier& barrier, int parity, Site at = Site::current()) {
-  if (!Sites::all().leaves_out(at)) emulated().wait_for_phase(barrier.number, parity);
+  emulated().wait_for_phase(barrier.number, parity, !Sites::all().leaves_out(at));
 }
 
 inline void copy_box(void* panel, const TileMap& map, Barrier& barrier, int column, int row, int head, int batch) {
@@ -40,7 +40,7 @@ inline void copy_box(void* panel, const TileMap& map, Barrier& barrier, int colu
       std::memcpy(box.data() + place, from, 2);
     }
   emulated().me().race.write_box(to, static_cast<int>(box.size()), emulated().race_cell(barrier.number),
-                                 emulated().asynchronous_view());
+                                 emulated().race_boxes(barrier.number));
   const Unseen unseen;
   emulated().fill_garbage(to, box.size());
   emulated().add_box(to, std::move(box), barrier.number);
@@ -50,7 +50,7 @@ inline void fence_stores(Site at = Site::current()) {
   if (!Sites::all().leaves_out(at)) emulated().me().race.fence_stores(emulated().asynchronous_view());
 }
 inline void sync_threads(int number, int threads, Site at = Site::current()) {
-  if (!Sites::all().leaves_out(at)) emulated().sync_threads(number, threads);
+  emulated().sync_threads(number, threads, !Sites::all().leaves_out(at));
 }
 inline void arrive_threads(int number, int threads) { emulated().arrive_threads(number, threads); }
 template <int Registers>

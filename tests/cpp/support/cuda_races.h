@@ -49,8 +49,10 @@ class Races {
   void end() { __tsan_acquire(&done_); }
   char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
   char* cell(size_t of) { return &cells_[of][0]; }
+  // Of a barrier, only the boxes that arrive at it.
+  char* boxes(size_t of) { return &cells_[of][1]; }
   void* done() { return &done_; }
-  // The asynchronous proxy's view of shared memory: fenced stores, and boxes.
+  // The asynchronous proxy's view of shared memory: fenced stores.
   char* asynchronous_view() { return &view_; }
 
  private:
@@ -93,13 +95,13 @@ class RaceFiber {
   ATTNPACK_UNSEEN void close_group() { ++open_; }
   ATTNPACK_UNSEEN void land_group() { __tsan_acquire(&groups_[landed_++ % kGroups]); }
   // The thread's earlier accesses come first, then a box is written, then its barrier's phase ends.
-  ATTNPACK_UNSEEN void write_box(void* to, int bytes, char* cell, char* view) {
+  ATTNPACK_UNSEEN void write_box(void* to, int bytes, char* cell, char* boxes) {
     __tsan_release(&issued_);
     __tsan_switch_to_fiber(copier_, kNoOrder);
     __tsan_acquire(&issued_);
     __tsan_write_range(to, bytes);
     __tsan_release(cell);
-    __tsan_release(view);
+    __tsan_release(boxes);
     __tsan_switch_to_fiber(fiber_, kNoOrder);
   }
   ATTNPACK_UNSEEN void fence_stores(char* view) { __tsan_release(view); }
@@ -118,6 +120,14 @@ class RaceFiber {
   }
   ATTNPACK_UNSEEN void close_products() { ++open_products_; }
   ATTNPACK_UNSEEN void land_products() { __tsan_acquire(&products_[landed_products_++ % kGroups]); }
+  // The proxy sees the boxes that its thread has waited for. Through the products' end the thread would else come after
+  // boxes of which it knows nothing.
+  ATTNPACK_UNSEEN void wait_for_boxes(Races& races, size_t cell) {
+    acquire_cell(races, cell);
+    __tsan_switch_to_fiber(proxy_, kNoOrder);
+    __tsan_acquire(races.boxes(cell));
+    __tsan_switch_to_fiber(fiber_, kNoOrder);
+  }
   void release_cell(Races& races, size_t cell) { __tsan_release(races.cell(cell)); }
   void acquire_cell(Races& races, size_t cell) { __tsan_acquire(races.cell(cell)); }
   ATTNPACK_UNSEEN void enter() { __tsan_switch_to_fiber(fiber_, kNoOrder); }
@@ -166,6 +176,7 @@ struct Unseen {
 
 struct Races {
   char* cell(size_t) { return nullptr; }
+  char* boxes(size_t) { return nullptr; }
   char* asynchronous_view() { return nullptr; }
   void begin() {}
   void enter_scheduler() {}
@@ -183,6 +194,7 @@ struct RaceFiber {
   void read_operand(const void*, int, char*) {}
   void close_products() {}
   void land_products() {}
+  void wait_for_boxes(Races&, size_t) {}
   void release_cell(Races&, size_t) {}
   void acquire_cell(Races&, size_t) {}
   void release(Races&, size_t, bool) {}
