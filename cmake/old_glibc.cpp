@@ -20,6 +20,7 @@ double old_log2(double);
 double old_pow(double, double);
 int old_dladdr(const void*, Dl_info*);
 int old_fxstat(int version, int descriptor, struct stat*);
+int old_xstat(int version, const char* path, struct stat*);
 
 __asm__(".symver old_exp, exp@GLIBC_2.2.5");
 __asm__(".symver old_exp2, exp2@GLIBC_2.2.5");
@@ -28,6 +29,7 @@ __asm__(".symver old_log2, log2@GLIBC_2.2.5");
 __asm__(".symver old_pow, pow@GLIBC_2.2.5");
 __asm__(".symver old_dladdr, dladdr@GLIBC_2.2.5");
 __asm__(".symver old_fxstat, __fxstat@GLIBC_2.2.5");
+__asm__(".symver old_xstat, __xstat@GLIBC_2.2.5");
 
 #define ATTNPACK_HIDDEN [[gnu::visibility("hidden")]]
 ATTNPACK_HIDDEN double __wrap_exp(double x) { return old_exp(x); }
@@ -37,6 +39,7 @@ ATTNPACK_HIDDEN double __wrap_log2(double x) { return old_log2(x); }
 ATTNPACK_HIDDEN double __wrap_pow(double x, double y) { return old_pow(x, y); }
 ATTNPACK_HIDDEN int __wrap_dladdr(const void* address, Dl_info* info) { return old_dladdr(address, info); }
 ATTNPACK_HIDDEN int __wrap_fstat(int descriptor, struct stat* status) { return old_fxstat(1, descriptor, status); }
+ATTNPACK_HIDDEN int __wrap_stat(const char* path, struct stat* status) { return old_xstat(1, path, status); }
 
 // Functions that headers of GCC 11 and later call. libattnpack finds them in torch's libraries, libattnpack_kernels has
 // no torch.
