@@ -20,9 +20,6 @@ pytestmark = pytest.mark.skipif(not paged.HAS_ALLOCATORS, reason="pages before t
 def registered():
     attnpack.hf.unregister()
     attnpack.hf.register()
-    yield
-    attnpack.hf.unregister()
-    attnpack.hf.register()
 
 
 def settings(**more):

@@ -20,7 +20,6 @@ def replaced(monkeypatch):
     attnpack.hf.register(replace_sdpa=True)
     yield lambda: len(calls)
     attnpack.hf.unregister()
-    attnpack.hf.register()
 
 
 def sdpa_model(family):

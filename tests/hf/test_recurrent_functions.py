@@ -42,8 +42,6 @@ IDS = torch.randint(3, 64, (2, 70), generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def unregistered():
     attnpack.hf.unregister()
-    yield
-    attnpack.hf.unregister()
 
 
 def model_of(family):

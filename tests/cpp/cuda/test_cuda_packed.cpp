@@ -48,20 +48,11 @@ int64_t check(const std::vector<Lengths>& lengths, const Shape& shape, const Set
     const ForwardPlan of_alone = plan_forward(alone.p, alone.most_group, device);
     if (!same_blocks(plan, of_alone)) continue;
     run_forward_guarded<S>(alone.p, of_alone, seed + 1);
-    int64_t different = 0;
+    const int64_t count = alone.shape.q_len;
+    Tensor4<S> out = rows_of(x.out, first, count);
+    CHECK(different_bits(alone.out, out) == 0);
     for (int64_t h = 0; h < alone.num_heads; ++h)
-      for (int64_t i = 0; i < alone.shape.q_len; ++i) {
-        const auto bits = [&](const auto& number) {
-          return std::memcmp(&number.first, &number.second, sizeof number.first);
-        };
-        for (int64_t d = 0; d < shape.v_head_dim; ++d) {
-          const std::pair<S, S> each{alone.out.at(0, h, i, d), x.out.at(0, h, first + i, d)};
-          different += std::isfinite(widen(each.first)) && bits(each) != 0;
-        }
-        const std::pair each{alone.lse[h * alone.shape.q_len + i], x.lse[h * x.p.q_len + first + i]};
-        different += std::isfinite(each.first) && bits(each) != 0;
-      }
-    CHECK(different == 0);
+      CHECK(different_bits(alone.lse.data() + h * count, x.lse.data() + h * x.p.q_len + first, count) == 0);
     ++same;
   }
   CHECK(errors.wrong == 0);
@@ -70,16 +61,7 @@ int64_t check(const std::vector<Lengths>& lengths, const Shape& shape, const Set
   return same;
 }
 
-std::vector<Settings> grid() {
-  return {{},
-          {.causal = true},
-          {.causal = true, .window = true, .sinks = true},
-          {.window = true, .softcap = true, .alibi = true},
-          {.causal = true, .map = true},
-          {.causal = true, .poison = true}};
-}
-
-const std::vector<Lengths> kRagged{{70, 130}, {0, 40}, {3, 0}, {1, 64}, {65, 65}, {0, 0}, {40, 200}};
+const std::vector<Lengths> kRagged = ragged_lengths(200);
 
 }  // namespace
 
@@ -124,7 +106,7 @@ TEST_CASE("ends of packed sequences that are wrong lead nowhere else") {
 
 TEST_CASE("packed prefill") {
   int seed = 100;
-  for (const Settings& on : grid())
+  for (const Settings& on : packed_grid())
     CHECK(check<BFloat16>(kRagged, {1, kv_heads_of(on), 2, 0, 0, 64, 64}, on, {}, ForwardKernel::kPrefill, ++seed) > 0);
   check<Float16>(kRagged, {1, 2, 1, 0, 0, 128, 104}, {.causal = true}, {Offset::kEach}, ForwardKernel::kPrefill,
                  ++seed);
@@ -151,7 +133,7 @@ TEST_CASE("packed rows of other kernels") {
 
 TEST_CASE("packed prefill on sm_90") {
   int seed = 300;
-  for (const Settings& on : grid())
+  for (const Settings& on : packed_grid())
     CHECK(check<BFloat16>(kRagged, {1, kv_heads_of(on), 2, 0, 0, 64, 64}, on, {}, ForwardKernel::kSm90, ++seed,
                           kHopper) > 0);
   check<Float16>(kRagged, {1, 1, 2, 0, 0, 128, 104}, {.causal = true}, {Offset::kEach}, ForwardKernel::kSm90, ++seed,
@@ -174,7 +156,7 @@ TEST_CASE("no number of another packed sequence reaches a row") {
 
 TEST_CASE("packed prefill and decode over pages") {
   int seed = 500;
-  for (const Settings& on : grid())
+  for (const Settings& on : packed_grid())
     CHECK(check<BFloat16>(kRagged, {1, kv_heads_of(on), 2, 0, 0, 64, 64}, on, {Offset::kAtEnd, 16},
                           ForwardKernel::kPrefill, ++seed) >= 0);
   check<Float16>(kRagged, {1, 2, 1, 0, 0, 128, 104}, {.causal = true}, {Offset::kEach, 7}, ForwardKernel::kPrefill,

@@ -14,24 +14,6 @@ enum class On { kExact, kTensorCores, kSm90 };
 
 Device device_of(On on, int64_t multiprocessors) { return {multiprocessors, 227 * 1024, on == On::kSm90}; }
 
-template <class S>
-Tensor4<S> rows_of(Tensor4<S>& packed, int64_t first, int64_t count) {
-  Tensor4<S> rows(1, packed.heads, count, packed.width);
-  for (int64_t h = 0; h < packed.heads; ++h)
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t d = 0; d < packed.width; ++d) rows.at(0, h, i, d) = packed.at(0, h, first + i, d);
-  return rows;
-}
-
-template <class S>
-int64_t different_bits(Tensor4<S>& a, Tensor4<S>& b) {
-  const int64_t count = a.heads * a.length * a.width;
-  int64_t different = 0;
-  for (int64_t i = 0; i < count; ++i)
-    different += std::isfinite(widen(a.data()[i])) && std::memcmp(a.data() + i, b.data() + i, sizeof(S)) != 0;
-  return different;
-}
-
 bool one_part(const BackwardPlan& plan) {
   return plan.width == 0 || (plan.of_rows.parts == 1 && plan.of_keys.parts == 1);
 }
@@ -86,16 +68,7 @@ int64_t check(const std::vector<Lengths>& lengths, const Shape& shape, const Set
   return same;
 }
 
-std::vector<Settings> grid() {
-  return {{},
-          {.causal = true},
-          {.causal = true, .window = true, .sinks = true},
-          {.window = true, .softcap = true, .alibi = true},
-          {.causal = true, .map = true},
-          {.causal = true, .poison = true}};
-}
-
-const std::vector<Lengths> kRagged{{70, 130}, {0, 40}, {3, 0}, {1, 64}, {65, 65}, {0, 0}, {40, 150}};
+const std::vector<Lengths> kRagged = ragged_lengths(150);
 
 }  // namespace
 
@@ -107,7 +80,7 @@ TEST_CASE("exact packed backward") {
 
 TEST_CASE("packed backward on tensor cores") {
   int seed = 100;
-  for (const Settings& on : grid())
+  for (const Settings& on : packed_grid())
     CHECK(check<BFloat16>(kRagged, {1, kv_heads_of(on), 2, 0, 0, 64, 40}, on, Offset::kAtEnd, On::kTensorCores,
                           ++seed) > 0);
   check<Float16>(kRagged, {1, 2, 1, 0, 0, 128, 104}, {.causal = true}, Offset::kEach, On::kTensorCores, ++seed);
@@ -117,7 +90,7 @@ TEST_CASE("packed backward on tensor cores") {
 
 TEST_CASE("packed backward on sm_90") {
   int seed = 200;
-  for (const Settings& on : grid())
+  for (const Settings& on : packed_grid())
     CHECK(check<BFloat16>(kRagged, {1, kv_heads_of(on), 2, 0, 0, 64, 40}, on, Offset::kAtEnd, On::kSm90, ++seed) > 0);
   check<Float16>(kRagged, {1, 2, 1, 0, 0, 128, 104}, {.causal = true}, Offset::kEach, On::kSm90, ++seed);
   check<BFloat16>({{20, 70}, {0, 3}, {30, 133}}, {1, 1, 2, 0, 0, 192, 128}, {.causal = true, .poison = true},

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cmath>
+#include <cstring>
 #include <memory>
 
 #include "cuda_problem.h"
@@ -80,15 +82,8 @@ struct PackedProblem {
     p.key_strides = key.strides;
     p.value_strides = on.latent ? key.strides : value.strides;
     p.out_strides = out.strides;
-    bp.grad_out = grad_out.data();
-    bp.grad_out_strides = grad_out.strides;
+    use_gradients(bp, grad_out, grad_query, grad_key, grad_value);
     bp.delta = delta.data();
-    bp.grad_query = grad_query.data();
-    bp.grad_key = grad_key.data();
-    bp.grad_value = grad_value.data();
-    bp.grad_query_strides = grad_query.strides;
-    bp.grad_key_strides = grad_key.strides;
-    bp.grad_value_strides = grad_value.strides;
     drop_unused_strides(bp.forward);
     drop_unused_strides(bp);
   }
@@ -177,6 +172,43 @@ struct PackedProblem {
     p.num_pages = pages;
   }
 };
+
+// The settings and the lengths of the tests that draw none. last_keys: of the last sequence.
+inline std::vector<Settings> packed_grid() {
+  return {{},
+          {.causal = true},
+          {.causal = true, .window = true, .sinks = true},
+          {.window = true, .softcap = true, .alibi = true},
+          {.causal = true, .map = true},
+          {.causal = true, .poison = true}};
+}
+inline std::vector<Lengths> ragged_lengths(int64_t last_keys) {
+  return {{70, 130}, {0, 40}, {3, 0}, {1, 64}, {65, 65}, {0, 0}, {40, last_keys}};
+}
+
+// The rows of one sequence.
+template <class S>
+Tensor4<S> rows_of(Tensor4<S>& packed, int64_t first, int64_t count) {
+  Tensor4<S> rows(1, packed.heads, count, packed.width);
+  for (int64_t h = 0; h < packed.heads; ++h)
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t d = 0; d < packed.width; ++d) rows.at(0, h, i, d) = packed.at(0, h, first + i, d);
+  return rows;
+}
+
+// How many numbers differ by any bit, of those that are finite in a.
+template <class S>
+int64_t different_bits(const S* a, const S* b, int64_t count) {
+  int64_t different = 0;
+  for (int64_t i = 0; i < count; ++i)
+    different += std::isfinite(widen(a[i])) && std::memcmp(a + i, b + i, sizeof(S)) != 0;
+  return different;
+}
+
+template <class S>
+int64_t different_bits(Tensor4<S>& a, Tensor4<S>& b) {
+  return different_bits(a.data(), b.data(), a.heads * a.length * a.width);
+}
 
 // Sequences that end and begin in the middle of tiles and of steps, some of them without queries or keys.
 inline std::vector<Lengths> draw_lengths(std::mt19937& random, bool even) {

@@ -77,6 +77,19 @@ struct Tensor4 {
 };
 
 template <class S>
+void use_gradients(AttentionBackwardParams& bp, Tensor4<S>& grad_out, Tensor4<S>& grad_query, Tensor4<S>& grad_key,
+                   Tensor4<S>& grad_value) {
+  bp.grad_out = grad_out.data();
+  bp.grad_out_strides = grad_out.strides;
+  bp.grad_query = grad_query.data();
+  bp.grad_key = grad_key.data();
+  bp.grad_value = grad_value.data();
+  bp.grad_query_strides = grad_query.strides;
+  bp.grad_key_strides = grad_key.strides;
+  bp.grad_value_strides = grad_value.strides;
+}
+
+template <class S>
 struct Problem {
   using A = typename Accumulation<S>::type;
   static constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -192,14 +205,7 @@ struct Problem {
     if (on.dropout) {
       set_dropout(p, 0.3, 1234567);
     }
-    bp.grad_out = grad_out.data();
-    bp.grad_out_strides = grad_out.strides;
-    bp.grad_query = grad_query.data();
-    bp.grad_key = grad_key.data();
-    bp.grad_value = grad_value.data();
-    bp.grad_query_strides = grad_query.strides;
-    bp.grad_key_strides = grad_key.strides;
-    bp.grad_value_strides = grad_value.strides;
+    use_gradients(bp, grad_out, grad_query, grad_key, grad_value);
   }
 
   bool lowest(int64_t index) const {  // in the float mask
@@ -326,10 +332,10 @@ struct ForwardErrors {
 
 constexpr Device kDevice{8, 227 * 1024};
 
-// How many problems a test draws: `usual`, or the number in ATTNPACK_DRAWS.
 // One kv head, unless a map chooses among them: the emulator takes a second for each.
 inline int64_t kv_heads_of(const Settings& on) { return on.map ? 3 : 1; }
 
+// How many problems a test draws: `usual`, or the number in ATTNPACK_DRAWS.
 inline int drawn_problems(int usual) {
   const char* wanted = std::getenv("ATTNPACK_DRAWS");
   return wanted ? std::atoi(wanted) : usual;

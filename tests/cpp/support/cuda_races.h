@@ -49,7 +49,7 @@ class Races {
   void end() { __tsan_acquire(&done_); }
   char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
   char* cell(size_t of) { return &cells_[of][0]; }
-  // Of a barrier, only the boxes that arrive at it.
+  // The boxes that arrive at a barrier, without the threads that do.
   char* boxes(size_t of) { return &cells_[of][1]; }
   void* done() { return &done_; }
   // The asynchronous proxy's view of shared memory: fenced stores.
@@ -67,7 +67,7 @@ class Races {
 // only fences do.
 class RaceFiber {
  public:
-  // What ran before comes before what the three fibers do.
+  // Orders all earlier accesses before those of the three fibers.
   ATTNPACK_UNSEEN void make() {
     void* const scheduler = __tsan_get_current_fiber();
     for (void** fiber : {&fiber_, &copier_, &proxy_}) {

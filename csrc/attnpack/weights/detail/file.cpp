@@ -16,7 +16,7 @@ void raise_system_error() { throw std::system_error(errno, std::generic_category
 
 namespace {
 
-// What has that mode, in words.
+// The words for a file of that mode, which follow its name or "it".
 std::string words_for(mode_t mode) {
   if (S_ISDIR(mode)) return "is a directory";
   if (S_ISFIFO(mode)) return "is a named pipe";

@@ -33,7 +33,7 @@ class File {
 std::string read_bounded(const std::string& path, uint64_t most);
 
 inline constexpr const char* kNoSuchFile = "no such file";
-// What is at `path`, in words of a sentence: kNoSuchFile, "is a named pipe", ...; empty for a file with data.
+// The reason why `path` is no file with data: kNoSuchFile, "is a named pipe", ... Empty if it is one.
 std::string why_no_file(const std::string& path);
 // Whether there is a file. Raises for what is there and is none: a caller would take it for absent.
 bool is_file(const std::string& path);
