@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,9 +18,11 @@
 #include <attnpack/ops/cuda/kernels/index.h>
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
+#include "context.h"
 #include "cuda_barriers.h"
 #include "cuda_races.h"
 #include "guarded.h"
+#include "widened.h"
 
 // A block of CUDA threads on one CPU thread, so that host tests run the kernels' own source. Each thread is a fiber
 // that runs until it reaches a collective operation. The emulation is stricter than the hardware where it can be. The
@@ -62,7 +62,7 @@ class EmulatedBlock {
     int bytes;
   };
   struct Fiber {
-    ucontext_t context;
+    Context context;
     std::unique_ptr<char[]> stack;
     State state = kRunnable;
     const Site* at = nullptr;  // the collective it waits at: all threads of a warp or block must wait at the same one
@@ -86,16 +86,12 @@ class EmulatedBlock {
     body_ = &body;
     races_.begin();
     for (auto& fiber : fibers_) {
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStack;
-      fiber.context.uc_link = &scheduler_;
+      fiber.context.begin_with(&EmulatedBlock::enter, fiber.stack.get(), kStack);
       fiber.state = kRunnable;
       fiber.copies.assign(1, {});
       fiber.products.assign(1, {});
       fiber.stores.clear();
       fiber.race.make();
-      makecontext(&fiber.context, &EmulatedBlock::enter, 0);
     }
     barriers_ = {};
     while (run_some()) {
@@ -117,8 +113,7 @@ class EmulatedBlock {
     me().at = &at;
     const size_t cell = where == kAtBlock ? fibers_.size() / kLanes : active_ / kLanes;
     if (orders) me().race.release(races_, cell, where == kAtBlock);
-    races_.enter_scheduler();
-    swapcontext(&me().context, &scheduler_);
+    leave();
     if (orders) me().race.acquire(races_, cell, where == kAtBlock);
   }
   // Barriers that count arrivals and bytes (cuda_emulator_sm90.h), and barriers by number.
@@ -217,8 +212,7 @@ class EmulatedBlock {
     const Unseen unseen;
     me().state = kPolling;
     me().ready = std::move(ready);
-    races_.enter_scheduler();
-    swapcontext(&me().context, &scheduler_);
+    leave();
   }
   void finish() {
     const Unseen unseen;
@@ -228,10 +222,18 @@ class EmulatedBlock {
       if (!group.empty()) fail("a thread ends with copies under way: they land in what comes after");
     me().state = kDone;
   }
+  // The frames of a thread that ends are left as they are: to return from them would be seen by the wrong fiber.
   static void enter() {
-    (*current()->body_)();
-    current()->finish();
-    leave_fiber(current()->races_, current()->scheduler_);
+    EmulatedBlock& block = *current();
+    (*block.body_)();
+    block.finish();
+    block.races_.end_fiber();
+    block.leave();
+  }
+  ATTNPACK_UNSEEN void leave() {
+    Context& own = me().context;
+    races_.enter_scheduler();
+    Context::go(own, scheduler_);
   }
 
   // Runs a warp as far as its next collective, or all warps past a barrier. Warps have no common pace. Between two
@@ -271,7 +273,7 @@ class EmulatedBlock {
       if (fibers_[i].state != kRunnable) continue;
       active_ = i;
       fibers_[i].race.enter();
-      swapcontext(&scheduler_, &fibers_[i].context);
+      Context::go(scheduler_, fibers_[i].context);
     }
     release(warp_, kLanes, kAtWarp);
     return true;
@@ -320,7 +322,7 @@ class EmulatedBlock {
   Fiber* const first_ = fibers_.data();
   static inline EmulatedBlock* current_ = nullptr;
   std::array<int, kLanes> order_;
-  ucontext_t scheduler_;
+  Context scheduler_;
   const std::function<void()>* body_ = nullptr;
   int active_ = 0;
 };
@@ -465,9 +467,17 @@ inline void load_matrices_transposed(uint32_t (&to)[4], const void* row, Site at
 struct EmulatedOperands {
   uint32_t a[4], b[2];
 };
+// Products of a lane: numbers 0 to 3 of its fragment C are of its two rows of A and its two columns of B.
+struct EmulatedFactors {
+  float rows[2][16], columns[2][16];
+  void add_to(float (&c)[4]) const {
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 16; ++k) c[i] += rows[i / 2][k] * columns[i % 2][k];
+  }
+};
 template <class S>
 float emulated_half(uint32_t reg, int half) {
-  return widen(S{static_cast<uint16_t>(reg >> 16 * half)});
+  return widened(S{static_cast<uint16_t>(reg >> 16 * half)});
 }
 // The fragments as the PTX ISA draws them for mma.m16n8k16, written without the maps of index.h.
 template <class S>
@@ -475,14 +485,16 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   emulated().bring(EmulatedOperands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
   emulated().wait_for_others(EmulatedBlock::kAtWarp, at, false);
   const int group = thread_id() % 32 / 4, in_group = thread_id() % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int row = i < 2 ? group : group + 8, column = in_group * 2 + (i & 1);
-    for (int k = 0; k < 16; ++k) {
-      const auto left = emulated().brought_by<EmulatedOperands>(row % 8 * 4 + k % 8 / 2);
-      const auto right = emulated().brought_by<EmulatedOperands>(column * 4 + k % 8 / 2);
-      c[i] += emulated_half<S>(left.a[(row >= 8) + 2 * (k >= 8)], k % 2) * emulated_half<S>(right.b[k >= 8], k % 2);
+  EmulatedFactors factors;
+  for (int k = 0; k < 16; ++k) {
+    const auto left = emulated().brought_by<EmulatedOperands>(group * 4 + k % 8 / 2);
+    for (int h = 0; h < 2; ++h) {
+      const auto right = emulated().brought_by<EmulatedOperands>((in_group * 2 + h) * 4 + k % 8 / 2);
+      factors.rows[h][k] = emulated_half<S>(left.a[h + 2 * (k >= 8)], k % 2);
+      factors.columns[h][k] = emulated_half<S>(right.b[k >= 8], k % 2);
     }
   }
+  factors.add_to(c);
 }
 
 inline float power_of_two(float x) { return std::exp2(x); }

@@ -115,22 +115,37 @@ inline void note_reads(const SharedMatrix& m, int rows, int columns) {
     }
 }
 
+// c += A B when the product is waited for. left(h, k): number k of the lane's row h. right(k, column).
+template <class S, int Blocks, class Left, class Right>
+void add_product(float (&c)[Blocks][4], const Left& left, const Right& right) {
+  const Unseen unseen;
+  const int thread = thread_id();
+  emulated().me().products.back().push_back({&c, [&c, left, right, thread] {
+                                               EmulatedFactors factors;
+                                               for (int h = 0; h < 2; ++h)
+                                                 for (int k = 0; k < 16; ++k)
+                                                   factors.rows[h][k] = widened(S{left(h, k)});
+                                               for (int j = 0; j < Blocks; ++j) {
+                                                 for (int h = 0; h < 2; ++h)
+                                                   for (int k = 0; k < 16; ++k)
+                                                     factors.columns[h][k] =
+                                                         widened(S{right(k, 8 * j + column_of_number(thread, h))});
+                                                 factors.add_to(c[j]);
+                                               }
+                                             }});
+}
 template <class S, int Blocks>
 void multiply_rows(float (&c)[Blocks][4], SharedMatrix a, SharedMatrix b, bool add) {
   note_reads(a, 64, 16);
   note_reads(b, 8 * Blocks, 16);
-  const Unseen unseen;
   const int thread = thread_id();
-  emulated().me().products.back().push_back({&c, [&c, a, b, add, thread] {
-                                               for (int j = 0; j < Blocks; ++j)
-                                                 for (int i = 0; i < 4; ++i) {
-                                                   float sum = add ? c[j][i] : 0;
-                                                   for (int k = 0; k < 16; ++k)
-                                                     sum += widen(S{*a.at(row_of_number(thread, i), k)}) *
-                                                            widen(S{*b.at(8 * j + column_of_number(thread, i), k)});
-                                                   c[j][i] = sum;
-                                                 }
-                                             }});
+  if (!add) {
+    const Unseen unseen;
+    emulated().me().products.back().push_back({&c, [&c] { std::memset(c, 0, sizeof c); }});
+  }
+  add_product<S>(
+      c, [=](int h, int k) { return *a.at(row_of_number(thread, 2 * h), k); },
+      [=](int k, int column) { return *b.at(column, k); });
 }
 template <class S, int Blocks>
 void multiply_columns(float (&c)[Blocks][4], const uint32_t (&a)[4], SharedMatrix b, Site at = Site::current()) {
@@ -138,35 +153,22 @@ void multiply_columns(float (&c)[Blocks][4], const uint32_t (&a)[4], SharedMatri
   std::array<std::array<uint16_t, 16>, 2> rows;  // of this lane's two rows
   emulated().bring(EmulatedOperands{{a[0], a[1], a[2], a[3]}, {}});
   emulated().wait_for_others(EmulatedBlock::kAtWarp, at, false);
-  const Unseen unseen;
   const int thread = thread_id();
   for (int h = 0; h < 2; ++h)
     for (int k = 0; k < 16; ++k) {
       const auto peer = emulated().brought_by<EmulatedOperands>(thread % 32 / 4 * 4 + k % 8 / 2);
       rows[h][k] = static_cast<uint16_t>(peer.a[h + 2 * (k >= 8)] >> 16 * (k % 2));
     }
-  emulated().me().products.back().push_back({&c, [&c, rows, b, thread] {
-                                               for (int j = 0; j < Blocks; ++j)
-                                                 for (int i = 0; i < 4; ++i)
-                                                   for (int k = 0; k < 16; ++k)
-                                                     c[j][i] += widen(S{rows[i / 2][k]}) *
-                                                                widen(S{*b.at(k, 8 * j + column_of_number(thread, i))});
-                                             }});
+  add_product<S>(c, [rows](int h, int k) { return rows[h][k]; }, [b](int k, int column) { return *b.at(k, column); });
 }
-
 template <class S, int Blocks>
 void multiply_shared_columns(float (&c)[Blocks][4], SharedMatrix a, SharedMatrix b) {
   note_reads(a, 64, 16);
   note_reads(b, 16, 8 * Blocks);
-  const Unseen unseen;
   const int thread = thread_id();
-  emulated().me().products.back().push_back({&c, [&c, a, b, thread] {
-                                               for (int j = 0; j < Blocks; ++j)
-                                                 for (int i = 0; i < 4; ++i)
-                                                   for (int k = 0; k < 16; ++k)
-                                                     c[j][i] += widen(S{*a.at(row_of_number(thread, i), k)}) *
-                                                                widen(S{*b.at(k, 8 * j + column_of_number(thread, i))});
-                                             }});
+  add_product<S>(
+      c, [a, thread](int h, int k) { return *a.at(row_of_number(thread, 2 * h), k); },
+      [b](int k, int column) { return *b.at(k, column); });
 }
 
 }  // namespace attnpack::cuda

@@ -37,14 +37,14 @@ struct Gradients {
     const int64_t kv = x.kv_head_of(h), row = (b * x.num_heads + h) * s.q_len + i, head = b * s.num_kv_heads + kv;
     const auto truth = x.row(b, h, i);
     double delta = 0;
-    for (int64_t d = 0; d < s.v_head_dim; ++d) delta += widen(x.grad_out.at(b, h, i, d)) * truth.out[d];
+    for (int64_t d = 0; d < s.v_head_dim; ++d) delta += widened(x.grad_out.at(b, h, i, d)) * truth.out[d];
     x.lse[row] = static_cast<typename Problem<S>::A>(truth.lse);
     x.delta[row] = static_cast<typename Problem<S>::A>(delta);
     for (int64_t j = 0; j < s.kv_len; ++j) {
       if (!x.sees(b, h, i, j)) continue;
       Sum grad;
       for (int64_t d = 0; d < s.v_head_dim; ++d) {
-        const double term = widen(x.grad_out.at(b, h, i, d)) * x.v(b, kv, j, d);
+        const double term = widened(x.grad_out.at(b, h, i, d)) * x.v(b, kv, j, d);
         grad.add(term, term);
       }
       const double probability = truth.probs[j], kept = probability * truth.kept[j];
@@ -58,7 +58,7 @@ struct Gradients {
         key[(head * s.kv_len + j) * s.head_dim + d].add(ds * q, size * q);
       }
       for (int64_t d = 0; d < s.v_head_dim; ++d) {
-        const double term = kept * widen(x.grad_out.at(b, h, i, d));
+        const double term = kept * widened(x.grad_out.at(b, h, i, d));
         value[(head * s.kv_len + j) * s.v_head_dim + d].add(term, term);
       }
     }
@@ -79,7 +79,7 @@ void compare(Tensor4<S>& got, const Matrix& wanted, int64_t batch) {
     for (int64_t h = 0; h < got.heads; ++h)
       for (int64_t l = 0; l < got.length; ++l)
         for (int64_t d = 0; d < got.width; ++d, ++n) {
-          const double x = widen(got.at(b, h, l, d));
+          const double x = widened(got.at(b, h, l, d));
           if (!std::isfinite(x))
             wrong += std::isnan(x) ? !std::isnan(wanted[n].value) : x != wanted[n].value;
           else if (!std::isfinite(wanted[n].value))

@@ -10,9 +10,9 @@
 #include <attnpack/core/dropout.h>
 #include <attnpack/core/head_groups.h>
 #include <attnpack/ops/cuda/kernels/plan.h>
-#include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 #include "guarded.h"
+#include "widened.h"
 
 // A drawn attention problem in one storage type, and its results by the formula in fp64.
 namespace attnpack::cuda {
@@ -247,10 +247,10 @@ struct Problem {
         }
   }
 
-  double q(int64_t b, int64_t h, int64_t i, int64_t d) { return widen(query.at(b, h, i, d)); }
-  double k(int64_t b, int64_t h, int64_t j, int64_t d) { return widen(key.at(b, h, j, d)); }
+  double q(int64_t b, int64_t h, int64_t i, int64_t d) { return widened(query.at(b, h, i, d)); }
+  double k(int64_t b, int64_t h, int64_t j, int64_t d) { return widened(key.at(b, h, j, d)); }
   double v(int64_t b, int64_t h, int64_t j, int64_t d) {
-    return widen(on.latent ? key.at(b, h, j, d) : value.at(b, h, j, d));
+    return widened(on.latent ? key.at(b, h, j, d) : value.at(b, h, j, d));
   }
 
   // One row by the formula: probabilities (before dropout), d(capped) / d(scaled), factors of dropout, lse, out, and
@@ -319,7 +319,7 @@ struct ForwardErrors {
     else
       wrong += std::isnan(truth.lse) ? !std::isnan(lse) : lse != truth.lse;
     for (size_t d = 0; d < truth.out.size(); ++d) {
-      const double x = widen(out(d));
+      const double x = widened(out(d));
       if (!std::isfinite(truth.out[d]))
         wrong += std::isfinite(x);
       else if (!std::isfinite(x))

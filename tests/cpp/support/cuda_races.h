@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstddef>
 #include <vector>
 
@@ -16,10 +14,8 @@
 extern "C" {
 void __tsan_write_range(void* at, long bytes);
 void __tsan_read_range(void* at, long bytes);
-void AnnotateIgnoreReadsBegin(const char* file, int line);
-void AnnotateIgnoreReadsEnd(const char* file, int line);
-void AnnotateIgnoreWritesBegin(const char* file, int line);
-void AnnotateIgnoreWritesEnd(const char* file, int line);
+void __tsan_ignore_thread_begin();
+void __tsan_ignore_thread_end();
 }
 
 // The emulator's own state, which fibers and scheduler share.
@@ -29,14 +25,8 @@ namespace attnpack::cuda {
 
 // While it lives, accesses by a fiber or the scheduler do not count as the kernels'.
 struct Unseen {
-  ATTNPACK_UNSEEN Unseen() {
-    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
-    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
-  }
-  ATTNPACK_UNSEEN ~Unseen() {
-    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
-    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
-  }
+  ATTNPACK_UNSEEN Unseen() { __tsan_ignore_thread_begin(); }
+  ATTNPACK_UNSEEN ~Unseen() { __tsan_ignore_thread_end(); }
 };
 
 constexpr size_t kFiberStack = 2 << 20;
@@ -46,12 +36,12 @@ class Races {
  public:
   void begin() { scheduler_ = __tsan_get_current_fiber(); }
   ATTNPACK_UNSEEN void enter_scheduler() { __tsan_switch_to_fiber(scheduler_, kNoOrder); }
+  void end_fiber() { __tsan_release(&done_); }
   void end() { __tsan_acquire(&done_); }
   char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
   char* cell(size_t of) { return &cells_[of][0]; }
   // The boxes that arrive at a barrier, without the threads that do.
   char* boxes(size_t of) { return &cells_[of][1]; }
-  void* done() { return &done_; }
   // The asynchronous proxy's view of shared memory: fenced stores.
   char* asynchronous_view() { return &view_; }
 
@@ -152,13 +142,6 @@ class RaceFiber {
   char issued_ = 0, groups_[kGroups] = {}, products_[kGroups] = {};
 };
 
-// Ends a fiber. Its frames are left as they are: to return from them would be seen by the wrong fiber.
-inline void leave_fiber(Races& races, const ucontext_t& scheduler) {
-  __tsan_release(races.done());
-  races.enter_scheduler();
-  setcontext(&scheduler);
-}
-
 }  // namespace attnpack::cuda
 
 #else
@@ -180,6 +163,7 @@ struct Races {
   char* asynchronous_view() { return nullptr; }
   void begin() {}
   void enter_scheduler() {}
+  void end_fiber() {}
   void end() {}
 };
 struct RaceFiber {
@@ -200,7 +184,6 @@ struct RaceFiber {
   void release(Races&, size_t, bool) {}
   void acquire(Races&, size_t, bool) {}
 };
-inline void leave_fiber(Races&, const ucontext_t&) {}
 
 }  // namespace attnpack::cuda
 
