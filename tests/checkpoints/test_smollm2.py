@@ -54,28 +54,19 @@ def test_weights_are_bitwise_those_of_transformers(smollm2_hf, smollm2):  # ours
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_logits_of_512_tokens_equal_transformers(smollm2, smollm2_hf, topics_ids):
-    ids = topics_ids[:, :512]
-    with torch.no_grad():
-        for ours, theirs in zip(smollm2(ids)[0], smollm2_hf(ids).logits[0], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
-
-
-def test_perplexity_of_1024_tokens_equals_transformers(
+def test_logits_and_perplexity_of_512_tokens_equal_transformers(
     smollm2, smollm2_hf, smollm2_tokenizer_hf, topics_ids, topics_text
 ):
-    ids = topics_ids[:, :1024]
-    assert ids[0].tolist() == smollm2_tokenizer_hf(topics_text[:20000]).input_ids[:1024]
-
-    def perplexity(logits):
-        pieces = zip(logits[0, :-1].split(100), ids[0, 1:].split(100), strict=True)  # the whole takes 200 MB
-        return math.exp(sum(F.cross_entropy(*piece, reduction="sum").item() for piece in pieces) / (ids.size(1) - 1))
-
+    ids = topics_ids[0, :512]
+    assert ids.tolist() == smollm2_tokenizer_hf(topics_text[:20000]).input_ids[:512]
     with torch.no_grad():
-        ours, theirs = perplexity(smollm2(ids)), perplexity(smollm2_hf(ids).logits)
+        logits = smollm2(ids[None])[0], smollm2_hf(ids[None]).logits[0]  # 100 MB each
+    for rows in zip(*logits, strict=True):
+        torch.testing.assert_close(*rows, rtol=0, atol=2e-3)
+    ours, theirs = (math.exp(F.cross_entropy(each[:-1], ids[1:]).item()) for each in logits)
     print(f"perplexity {ours:.4f}, of transformers {theirs:.4f}")
     assert math.isclose(ours, theirs, rel_tol=1e-4)
-    assert 10 < ours < 16  # 12.72 on the text of Python 3.11
+    assert 14 < ours < 21  # 17.47 on the text of Python 3.11
 
 
 @pytest.mark.long

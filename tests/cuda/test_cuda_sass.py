@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, needs, run_program
 
-KERNELS = """
+BEGIN = """
 #include <attnpack/ops/cuda/kernels/sm90/launch_backward_sm90.cuh>
 #include <attnpack/ops/cuda/kernels/sm90/launch_sm90.cuh>
 namespace attnpack::cuda {
@@ -26,35 +26,29 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   forward_sm90_block<Tile>(p, plan, a, b, workspace, blockIdx.x, shared);
 }
-template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kPlain>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kPlain, 3>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-template __global__ void forward<WarpgroupForward<BFloat16, 128, 128, Scores::kPlain>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-template __global__ void forward<WarpgroupForward<BFloat16, 256, 256, Scores::kPlain>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-template __global__ void forward<WarpgroupForward<BFloat16, 64, 64, Scores::kMasked>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-template __global__ void forward<WarpgroupForward<BFloat16, 128, 128, Scores::kMasked>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-template __global__ void forward<WarpgroupForward<BFloat16, 256, 256, Scores::kMasked>>(
-    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
-#define ATTNPACK_GRADIENTS(Width, Values, Kind)                                                                      \\
-  template __global__ void query_gradient_kernel<BFloat16, Width, Values, Kind>(                                    \\
-      ATTNPACK_CONSTANT AttentionBackwardParams, ATTNPACK_CONSTANT BackwardPlan, ATTNPACK_MAPS, void*);             \\
-  template __global__ void key_gradient_kernel<BFloat16, Width, Values, Kind>(                                      \\
-      ATTNPACK_CONSTANT AttentionBackwardParams, ATTNPACK_CONSTANT BackwardPlan, ATTNPACK_MAPS,                     \\
-      ATTNPACK_CONSTANT TileMap c, ATTNPACK_CONSTANT TileMap d, void*);
-ATTNPACK_GRADIENTS(128, 128, Scores::kPlain)
-ATTNPACK_GRADIENTS(128, 128, Scores::kMasked)
-ATTNPACK_GRADIENTS(192, 128, Scores::kPlain)
-ATTNPACK_GRADIENTS(192, 128, Scores::kMasked)
-}
 """
+FORWARD = """
+template __global__ void forward<WarpgroupForward<BFloat16, {}, {}, Scores::{}>>(
+    ATTNPACK_CONSTANT AttentionParams, ATTNPACK_CONSTANT ForwardPlan, ATTNPACK_MAPS, void*);
+"""
+GRADIENTS = """
+template __global__ void query_gradient_kernel<BFloat16, {0}, {1}, Scores::{2}>(
+    ATTNPACK_CONSTANT AttentionBackwardParams, ATTNPACK_CONSTANT BackwardPlan, ATTNPACK_MAPS, void*);
+template __global__ void key_gradient_kernel<BFloat16, {0}, {1}, Scores::{2}>(
+    ATTNPACK_CONSTANT AttentionBackwardParams, ATTNPACK_CONSTANT BackwardPlan, ATTNPACK_MAPS,
+    ATTNPACK_CONSTANT TileMap c, ATTNPACK_CONSTANT TileMap d, void*);
+"""
+
+
+def source_of(forward: list[tuple], gradients: list[tuple]) -> str:
+    """A file of kernels: (width, width of values, scores) of each; of three warpgroups "kPlain, 3"."""
+    kernels = [FORWARD.format(*each) for each in forward] + [GRADIENTS.format(*each) for each in gradients]
+    return BEGIN + "".join(kernels) + "}\n"
+
+
 nvcc = needs("nvcc")
 PLAIN, MASKED, THREE = "ScoresE1ELi2E", "ScoresE2ELi2E", "ScoresE1ELi3E"  # in a kernel's name; THREE: warpgroups
-GRADIENTS = [(width, kind) for width in (128, 192) for kind in ("ScoresE1E", "ScoresE2E")]
+LOOPS = [(width, kind) for width in (128, 192) for kind in ("ScoresE1E", "ScoresE2E")]
 
 
 def find_tools() -> Path | None:
@@ -73,7 +67,10 @@ def compiled(tmp_path_factory):
     if not tools:
         pytest.skip("no cuobjdump and nvdisasm: they come with the CUDA toolkit and with triton's wheel")
     folder = tmp_path_factory.mktemp("sass")
-    (folder / "kernels.cu").write_text(KERNELS)
+    kinds = ("kPlain", "kMasked")
+    forward = [(width, width, kind) for width in (64, 128, 256) for kind in kinds] + [(64, 64, "kPlain, 3")]
+    gradients = [(width, 128, kind) for width in (128, 192) for kind in kinds]
+    (folder / "kernels.cu").write_text(source_of(forward, gradients))
     flags = ["-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-I", ROOT / "csrc"]
     process = run_program("nvcc", *flags, "-cubin", folder / "kernels.cu", "-o", folder / "kernels.cubin")
     assert process.returncode == 0, process.text
@@ -164,7 +161,7 @@ def gradient_loop(compiled, name, width, kind):
 
 @nvcc
 @pytest.mark.long
-@pytest.mark.parametrize("width, kind", GRADIENTS)
+@pytest.mark.parametrize("width, kind", LOOPS)
 def test_the_weights_run_beside_the_query_gradient_of_the_step_before(width, kind, compiled):
     marks = outline(gradient_loop(compiled, "query_gradient", width, kind))
     beside = marks[1 : marks.index("WAIT<1>")]
@@ -174,7 +171,7 @@ def test_the_weights_run_beside_the_query_gradient_of_the_step_before(width, kin
 
 @nvcc
 @pytest.mark.long
-@pytest.mark.parametrize("width, kind", GRADIENTS)
+@pytest.mark.parametrize("width, kind", LOOPS)
 def test_the_key_gradient_asks_no_question_per_score(width, kind, compiled):
     loop = gradient_loop(compiled, "key_gradient", width, kind)
     marks = outline(loop)
@@ -195,7 +192,7 @@ def test_plain_loops_hold_no_memory_of_a_thread_s_own(compiled):
     ):
         loop = inner_loop(kernel_named(compiled[0], *words), products)
         assert not [text for _, name, text in loop if name.startswith(("LDL", "STL"))], words
-    for (width, kind), gradient in itertools.product(GRADIENTS, ("query_gradient", "key_gradient")):
+    for (width, kind), gradient in itertools.product(LOOPS, ("query_gradient", "key_gradient")):
         loop = gradient_loop(compiled, gradient, width, kind)
         assert not [text for _, name, text in loop if name.startswith(("LDL", "STL"))], (gradient, width, kind)
 
@@ -210,7 +207,7 @@ def test_ptxas_serialises_no_product(compiled):
 def test_numbered_barriers_promise_no_common_instruction(tmp_path):
     """PTX's bar is barrier.aligned, and warps of different roles do not execute one and the same instruction."""
     source, ptx = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
-    source.write_text(KERNELS)
+    source.write_text(source_of([(64, 64, "kMasked")], [(128, 128, "kMasked")]))
     process = run_program(
         "nvcc", "-ptx", "-std=c++20", "-O3", "-arch=compute_90a", "-I", ROOT / "csrc", source, "-o", ptx
     )

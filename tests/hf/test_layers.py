@@ -220,6 +220,7 @@ assert [type(layer.self_attn) for layer in latent.model.layers] == layers
 """
 
 
+@pytest.mark.long
 def test_layers_split_by_tensor_parallelism(tmp_path):
     """Two processes with half of the heads each give the numbers and gradients of one; latent layers are refused."""
     model = make_model("qwen3")

@@ -1,4 +1,4 @@
-"""The examples in C++ that train, save and load whole models: built by their own CMakeLists, and run."""
+"""The examples in C++ that train, save and load whole models: built and run."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.tools.demo.mqa import run_mqa
-from cpp_programs import cpp_program
+from cpp_programs import EXAMPLES, cpp_program
 from marks import long
 from processes import ROOT, run_program
 from stored_blocks import llama_file
@@ -26,6 +26,14 @@ def trained(tmp_path_factory) -> tuple[Path, list[str]]:
     process = run_program(program, directory, env={"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.text
     return directory, process.stdout.splitlines()
+
+
+def test_examples_are_built_as_hello_attention_is():
+    """test_packaging.py builds that one by its own CMakeLists.txt, cpp_programs.py the others by copies of it."""
+    texts = {path.parent.name: path.read_text().splitlines()[1:] for path in EXAMPLES.glob("*/CMakeLists.txt")}
+    assert len(texts) == 8
+    for name, lines in texts.items():
+        assert lines == "\n".join(texts["hello_attention"]).replace("hello_attention", name).splitlines()
 
 
 def counted(start: int, step: int, length: int) -> list[int]:

@@ -13,6 +13,7 @@ import attnpack
 import pytest
 from attnpack.tools import cli
 from fuzz import lies
+from marks import long
 from processes import run_attnpack
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
@@ -185,7 +186,7 @@ def test_a_prompt_is_utf_8_in_any_locale(environment, echo):
     assert said.returncode == 2 and said.stderr.endswith('refuses the prompt: read "h\\u00e9 \\u4f60"\n'), said.stderr
 
 
-@pytest.mark.parametrize("command", [["generate"], ["plot", "attention"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["generate"], long(["plot", "attention"])], ids=" ".join)
 def test_a_prompt_that_is_not_utf_8(command):
     said = run(*command, b"h\xe9", **C_LOCALE)
     assert said.returncode == 2
@@ -211,8 +212,11 @@ def answering(tmp_path):
 
 @pytest.mark.parametrize(
     ("environment", "written"),
-    [({"PYTHONIOENCODING": "utf-8"}, "\u00e9"), ({"PYTHONIOENCODING": "ascii"}, "\\xe9"), (C_LOCALE, "\\xe9")],
-    ids=["utf-8", "ascii", "C"],
+    [
+        long({"PYTHONIOENCODING": "utf-8"}, "\u00e9", id="utf-8"),
+        long({"PYTHONIOENCODING": "ascii"}, "\\xe9", id="ascii"),
+        pytest.param(C_LOCALE, "\\xe9", id="C"),
+    ],
 )
 def test_an_answer_has_characters_that_the_output_lacks(environment, written, tmp_path):
     said = run("generate", "--model", str(answering(tmp_path)), "--max-new-tokens", "2", "a", **environment)

@@ -148,6 +148,7 @@ def test_folding_keeps_the_first_and_the_last_step():
     assert "\n".join(fold(one)).count("K.shape") == 2
 
 
+@pytest.mark.long
 def test_a_page_shows_what_the_demo_prints(capsys):
     """But for its figures and its machine, which are those of one place and moment."""
     page = (Path(__file__).parents[2] / "docs/start.md").read_text(encoding="utf-8")
