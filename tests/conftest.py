@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in marked]
 
 
+gc.disable()  # imports leave no garbage
 PEAKS: dict[str, float] = {}  # {module of tests: peak memory of this process meanwhile, in GB}
 
 
@@ -40,6 +41,11 @@ def peak_memory() -> float:
     status = Path("/proc/self/status")
     held = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
     return int(held[1]) * 1024 / 1e9 if held else 0.0
+
+
+def pytest_collection_finish():
+    gc.freeze()  # as after each module
+    gc.enable()
 
 
 def pytest_sessionfinish(session):
@@ -106,6 +112,7 @@ def memory_of_a_module(request):
     name = request.module.__name__
     PEAKS[name] = max(PEAKS.get(name, 0.0), peak_memory())
     return_freed_memory()
+    gc.freeze()  # what is left are imported packages: later collections need not look through them, a quarter second each
 
 
 @pytest.fixture(scope="session")
