@@ -1,14 +1,11 @@
-"""One of two processes that divide modules by torch's own plan: `python tensor_parallel_rank.py RANK STORE`, where
-STORE is a file that both name. Prints a JSON object: for each case the distance from the result of one process, or the
-error."""
+"""Tensor parallelism by torch's own plan: two processes give the numbers of one, or an error in one sentence."""
 
 import copy
-import json
-import sys
+import re
 
 import attnpack
+import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -104,9 +101,52 @@ def outcome(case: str, mesh: DeviceMesh) -> float | str:
         return f"{type(error).__name__}: {error}"
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+def all_outcomes() -> dict[str, float | str]:
+    """For each case: the distance from the result of one process, or the error."""
     mesh = init_device_mesh("cpu", (2,))
-    torch.set_num_threads(1)
-    print(json.dumps({case: outcome(case, mesh) for case in CASES}))
-    dist.destroy_process_group()
+    return {case: outcome(case, mesh) for case in CASES}
+
+
+RIGHT = [
+    "multi-head",
+    "grouped",
+    "grouped, compiled",
+    "grouped, steps",
+    "norms without gradients",
+    "latent",
+    "latent, steps",
+    "latent without rotated dims",
+    "model",
+    "mask for all heads",
+]
+REFUSED = {
+    "one kv head": "give widths 12, 3, 3, want num_heads 4 and num_kv_heads 1 of head_dim 6",
+    "queries alone": "give widths 12, 12, 12, want num_heads 4 and num_kv_heads 2",
+    "one head": "give widths 12, 12, 12, want num_heads 1 and num_kv_heads 1 of head_dim 24",
+    "mask by head": r"mask has shape \[1, 4, 7, 7\], one for each of num_heads 4 heads, but the projections give 2",
+    "latent, mask by head": r"mask has shape \[1, 4, 7, 7\], one for each of num_heads 4 heads, but .* a rank's share",
+    "sinks": "sinks: got it for 4 heads, but the projections give 2",
+    "alibi": "alibi: got it for 4 heads, but the projections give 2",
+    "head map": "head_map: got it for 4 heads, but the projections give 2",
+    "norms": "q_norm.weight: its gradient would be that of only this rank's heads",
+    "latent with gradients": "kv_a_proj_with_mqa.weight: its gradient would be that of only this rank's heads",
+    "latent, queries alone": r"kv_b has shape \[36, 10\]",
+    "latent, latents alone": "kv_b_proj gives width 18, want 4 heads of 9 dims",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(two_ranks):
+    return two_ranks.run(all_outcomes)
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_shares_give_the_numbers_of_one_process(outcomes, case):
+    for rank in outcomes:
+        assert isinstance(rank[case], float) and rank[case] < 1e-5, rank[case]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shared_is_refused(outcomes, case):
+    for rank in outcomes:
+        assert re.match(f"ValueError: attnpack: .*{REFUSED[case]}", str(rank[case])), rank[case]
