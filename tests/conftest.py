@@ -112,7 +112,7 @@ def memory_of_a_module(request):
     name = request.module.__name__
     PEAKS[name] = max(PEAKS.get(name, 0.0), peak_memory())
     return_freed_memory()
-    gc.freeze()  # what is left are imported packages: later collections need not look through them, a quarter second each
+    gc.freeze()  # mostly imported packages, through which later collections would look for a quarter of a second
 
 
 @pytest.fixture(scope="session")
