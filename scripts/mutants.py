@@ -213,7 +213,18 @@ def run_pytest(arguments: list[str], tree: Path, number: int, log: Path) -> None
         os.dup2(file.fileno(), 2)
     import pytest
 
-    sys.exit(int(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not long", *arguments])))
+    options = ["-q", "--tb=no", "-p", "no:cacheprovider"]
+    sys.exit(int(pytest.main([*options, *arguments], plugins=[ShortOrNamed(arguments)])))
+
+
+class ShortOrNamed:
+    """A plugin of pytest: of a file no long tests; one that is named may be long."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.named = tuple(argument for argument in arguments if "::" in argument)
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        items[:] = [item for item in items if not item.get_closest_marker("long") or item.nodeid.startswith(self.named)]
 
 
 def run_program(test: str, number: int) -> int:
