@@ -16,6 +16,7 @@ import torch
 from attnpack import checkpoints
 from attnpack.checkpoints.gguf_file import GgufFile
 from gguf_models import refused
+from marks import long
 from memory_growth import growth
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -234,7 +235,7 @@ def test_lists_share_the_limit_of_a_header(tmp_path):
             assert len(GgufFile(path).metadata["b"]) == second
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", long("bfloat16")])
 def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(dtype):
     grown, weights = growth("from_gguf", checkpoints.smollm2_path(), dtype)
     assert weights == 134_515_008 * (4 if dtype == "float32" else 2)

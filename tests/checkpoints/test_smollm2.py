@@ -115,7 +115,7 @@ def test_prompts_of_different_lengths_in_one_batch(cache, smollm2):
         assert row[batch.size(1) :].tolist() == prompt["tokens"][:32]
 
 
-@pytest.mark.parametrize("way", ["register", "replace_attention"])
+@pytest.mark.parametrize("way", [long("register"), "replace_attention"])
 def test_transformers_writes_the_same_text_on_our_operator(way, smollm2_hf):
     model = copy.deepcopy(smollm2_hf, {id(parameter): parameter for parameter in smollm2_hf.parameters()})
     attnpack.hf.register()

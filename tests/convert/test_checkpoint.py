@@ -18,6 +18,7 @@ from attnpack.checkpoints.gguf import GgufCheckpoint
 from attnpack.tools import cli
 from fuzz import lies
 from hf_checkpoints import CONFIGS, LINEAR, MHA, edit_config, edit_weights, random_model, write_tokenizer
+from marks import long
 from processes import run_python
 from safetensors.torch import load_file
 from transformers import (
@@ -350,7 +351,7 @@ cli.main(["convert", sys.argv[1], sys.argv[2], "--kv-heads", "2"])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGKILL, long(signal.SIGINT)], ids=str)
 def test_a_killed_conversion_leaves_no_out_and_the_next_one_succeeds(number, llama, tmp_path):
     out = tmp_path / "out"
     with subprocess.Popen(

@@ -29,6 +29,7 @@ def test_some_kernels_compile_without_spills():
 
 
 @nvcc
+@pytest.mark.long
 def test_kernels_for_hopper_alone_compile():
     """Their instructions are those of sm_90a, and nvcc's -arch would compile them for compute_90 too."""
     said = check(256, "80", "90a", FILES="latent_sm90.cu")

@@ -38,7 +38,7 @@ def test_every_notebook_is_a_pair():
     assert SCRIPTS and {path.stem for path in SCRIPTS} == {path.stem for path in FOLDER.glob("*.ipynb")}
 
 
-QUICK = [script for script in SCRIPTS if script.stem in ("multi_query_attention", "errata")]
+QUICK = [script for script in SCRIPTS if script.stem == "multi_query_attention"]
 
 
 @pytest.mark.parametrize("script", some_long(SCRIPTS, QUICK), ids=lambda path: path.stem)
