@@ -18,7 +18,7 @@ def fuzz(what: str, seed: int, seconds: float):
 
 
 def test_a_few_seconds_of_ops():
-    fuzz("ops", seed=0, seconds=3)
+    fuzz("ops", seed=0, seconds=5)
 
 
 def test_every_op_is_called():

@@ -219,9 +219,11 @@ def test_a_wheel_becomes_an_archive_for_c_and_cpp(wheel, tmp_path):
         assert process.returncode == 0, process.text
 
 
+@needs("pkg-config")
 @pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=[needs("clang++"), pytest.mark.long])])
 def test_pkg_config_gives_the_flags_of_a_program(wheel, prefix, tmp_path, compiler):
-    """Without CMake. The wheel lies beside no torch here, so the test names it."""
+    """Without CMake. The wheel lies beside no torch here, so the test names it. test_headers.py asks the same of every
+    public header."""
     environment = os.environ | {"PKG_CONFIG_PATH": str(prefix / "lib/pkgconfig")}
     ask = ("pkg-config", f"--define-variable=torchdir={TORCH_DIR}", "--cflags", "--libs", "attnpack")
     assert run_program("pkg-config", "--modversion", "attnpack", env=environment).stdout.strip() == attnpack.__version__
@@ -231,7 +233,8 @@ def test_pkg_config_gives_the_flags_of_a_program(wheel, prefix, tmp_path, compil
     assert flags.returncode == 0, flags.text
     source, program = tmp_path / "main.cpp", tmp_path / "program"
     source.write_text(SHORT_PROGRAM)
-    built = run_program(compiler, source, "-o", program, *flags.stdout.split())
+    warnings = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror")
+    built = run_program(compiler, *warnings, source, "-o", program, *flags.stdout.split())
     assert built.returncode == 0, built.text
     ran = run_program(program, env={})
     assert ran.returncode == 0, ran.text

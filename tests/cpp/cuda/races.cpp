@@ -97,7 +97,7 @@ void differentiate_packed(const Device& device) {
   run_backward_guarded<BFloat16>(x.bp, plan_backward(x.bp, x.most_group, device), 4);
 }
 
-// Of more steps than a warp has lanes.
+// Lists more steps than a warp has lanes.
 void list_many_steps() {
   Problem<BFloat16> x({1, 1, 1, 2, 34 * 64, 64, 64}, {.bool_mask = true}, 5);
   const MaskBits bits = plan_mask_bits(x.p, 0);
