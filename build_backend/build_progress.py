@@ -12,7 +12,8 @@ class Progress:
     """
 
     STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
-    DEAR = re.compile(r"Unity|decode|\.gch")  # units of many sources, the largest kernel, the precompiled header
+    # Times a small kernel: units of many sources, the largest kernel, the tests' precompiled header.
+    DEAR = {re.compile(r"Unity/unity_\d"): 16, re.compile(r"decode|\.gch"): 4}
     EVERY = 15
 
     def __init__(self, planned: list[str]):
@@ -22,7 +23,7 @@ class Progress:
         self.on_terminal, self.line_is_open = sys.stdout.isatty(), False
 
     def cost(self, what: str) -> int:
-        return 8 if self.DEAR.search(what) else 1
+        return next((times for kind, times in self.DEAR.items() if kind.search(what)), 1)
 
     def take(self, line: str):
         step = self.STEP.match(line)

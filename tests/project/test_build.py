@@ -214,7 +214,7 @@ def test_progress_counts_what_is_dear(capsys):
         progress.take(line)
     shown = capsys.readouterr().out.splitlines()
     assert shown == [
-        "attnpack: 1 of 3 files, 10 s, about 90 s left",
+        "attnpack: 1 of 3 files, 10 s, about 170 s left",
         "warning: beware",
         "attnpack: 2 of 3 files, 10 s, about 1 s left",
         "attnpack: 3 of 3 files, 10 s",
