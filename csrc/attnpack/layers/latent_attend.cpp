@@ -121,7 +121,7 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
   // The free capacity is not expanded where the lengths can be looked at.
   if (!covers && lengths.is_cpu() && !at::isTensorSubclassLike(lengths) && lengths.numel() > 0)
     readable = lengths.max().item<int64_t>();
-  const auto expand = [&](const Tensor& r) { return latents_of_rows(r, latent_dim, k.scalar_type()); };
+  const auto expand = [&, &k = k](const Tensor& r) { return latents_of_rows(r, latent_dim, k.scalar_type()); };
   Tensor key = expand(cache.key.narrow_symint(2, 0, readable));
   if (at::GradMode::is_enabled() && k.requires_grad())
     key = with_new_rows(key, as_if_exact(k, expand(rows)), past, layer.kv_lens);

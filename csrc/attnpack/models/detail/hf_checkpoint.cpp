@@ -138,7 +138,8 @@ Shapes HfCheckpoint::shapes() const {
     }
     std::vector<int64_t> sizes;
     for (const auto& [number, piece] : source) {
-      naming(path_, (piece.stored + " does not fit the configuration").c_str(), kGetAgain, [&] {
+      // &piece: Clang before 16 captures no structured binding by [&].
+      naming(path_, (piece.stored + " does not fit the configuration").c_str(), kGetAgain, [&, &piece = piece] {
         const auto part = part_of(piece, without_numbers).sizes().vec();
         if (sizes.empty()) {
           sizes = part;
