@@ -87,10 +87,10 @@ AttentionParams SelectedCalls::call(const Row& row, void* lse) const {
   p.block_table = list;
   p.page_size = key_block_;
   const auto at_row = [&](auto* base, const Strides& s) {
-    return moved(base, b * s.batch + query * s.row, element_size_);
+    return moved(base, row.b * s.batch + row.query * s.row, element_size_);
   };
   const auto at_head = [&](auto* base, const Strides& s) {
-    return moved(base, b * s.batch + kv_head * s.head, element_size_);
+    return moved(base, row.b * s.batch + row.kv_head * s.head, element_size_);
   };
   p.query = at_row(all_.query, all_.query_strides);
   p.out = at_row(all_.out, all_.out_strides);
