@@ -76,8 +76,7 @@ else
   end_part "newest transformers"
 fi
 if [ -n "$other_torch" ] && ((SECONDS > 45 * 60)); then
-  say "another torch: left out, $((SECONDS / 60)) minutes are over; bash scripts/matrix.sh --torch --in-turn runs it"
-  parts+=("$(printf '%-22s %s' "another torch" "left out")")
+  parts+=("another torch: left out after $((SECONDS / 60)) minutes; bash scripts/matrix.sh --torch --in-turn runs it")
 elif [ -n "$other_torch" ]; then
   bash scripts/matrix.sh --torch --in-turn || status=1
   end_part "another torch"
